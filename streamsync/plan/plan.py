@@ -1,0 +1,133 @@
+"""The records of a plan: pieces, buckets, shares. Made by `planner`, read by stages. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from streamsync.layout.region import Box, TensorSpec, View
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One box moved from one source view to one sink view, as one of the two sides sees it.
+
+    `tensor` indexes `Share.tensors`; `offset` is where the piece starts in its bucket, in bytes;
+    in the bucket it lies row-major in the wire dtype. `view` is this side's memory.
+    """
+
+    tensor: int
+    box: Box
+    offset: int
+    view: View
+
+
+class Bucket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The unit that travels: pieces of one group, packed without gaps, in one lease.
+
+    `index` counts from 0 within the share, in sending order; `group` indexes `Share.groups`.
+    """
+
+    index: int
+    group: int
+    nbytes: int
+    pieces: tuple[Piece, ...]
+
+
+class SharedTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A tensor of a share: the sink's canonical name (the digest's key), global shape, the dtype at
+    the source, and the wire dtype, which is the sink's."""
+
+    name: str
+    shape: tuple[int, ...]
+    source_dtype: str
+    wire_dtype: str
+
+    @property
+    def wire(self) -> TensorSpec:
+        """The tensor as it travels."""
+        return TensorSpec(self.name, self.shape, self.wire_dtype)
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one source rank sends to one sink rank in every sync, seen from one of the two.
+
+    Both sides hold a share with the same buckets and boxes; only the views differ. `digest`
+    (64 bits, of everything but the views) travels in every bucket's header.
+    """
+
+    source: str
+    sink: str
+    tensors: tuple[SharedTensor, ...]
+    groups: tuple[str, ...]
+    buckets: tuple[Bucket, ...]
+    digest: int
+    membership_epoch: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buckets."""
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    @property
+    def max_bucket_bytes(self) -> int:
+        """Bytes of the largest bucket; 0 for an empty share."""
+        return max((bucket.nbytes for bucket in self.buckets), default=0)
+
+
+class Waiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A sink tensor (a name or an fnmatch pattern) that a sync may leave as it is, and why."""
+
+    pattern: str
+    reason: str
+
+
+class CastRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Allows tensors whose names match `pattern` (fnmatch) to change dtype on the way."""
+
+    source: str
+    sink: str
+    pattern: str = "*"
+
+
+class Rename(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Names at the source that begin with `source` begin with `sink` at the sink."""
+
+    source: str
+    sink: str
+
+
+class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a sink allows beyond a one-to-one match of names, shapes and dtypes.
+
+    `unused` are fnmatch patterns of source tensors that nobody needs here; `ties` maps sink names
+    to the source name whose values they take (`{"lm_head.weight": "model.embed_tokens.weight"}`).
+    `partial` declares that the sources send only a part of the model (an adapter): sink tensors
+    that no source has at all are then left as they are, and listed in the plan.
+    """
+
+    casts: tuple[CastRule, ...] = ()
+    renames: tuple[Rename, ...] = ()
+    waivers: tuple[Waiver, ...] = ()
+    unused: tuple[str, ...] = ()
+    ties: dict[str, str] = {}
+    partial: bool = False
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The proof and the work list of one sink rank.
+
+    `source_shares` go to their sources; `sink_shares` stay here, in the same order. `groups` lists
+    every group in forward order. `left` names tensors left as they are, with the waiver's reason;
+    `aliases` names sink tensors that share the memory of another one (sent once).
+    """
+
+    sink: str
+    source_shares: tuple[Share, ...]
+    sink_shares: tuple[Share, ...]
+    groups: tuple[str, ...]
+    needed_bytes: int
+    tensors: tuple[SharedTensor, ...]
+    left: dict[str, str] = {}
+    aliases: dict[str, str] = {}
+    unused: tuple[str, ...] = ()
+    layout_digests: dict[str, str] = {}
+    membership_epoch: int = 0
