@@ -33,7 +33,9 @@ class Deadlines:
     def __post_init__(self) -> None:
         for name in ("connect", "progress", "total", "gate", "lag"):
             if not getattr(self, name) > 0:
-                raise ConfigError(f"deadlines.{name} must be above 0 seconds, got {getattr(self, name)}")
+                raise ConfigError(
+                    f"deadlines.{name} must be above 0 seconds, got {getattr(self, name)}"
+                )
         if self.lag >= self.gate:
             raise ConfigError(
                 f"deadlines.lag ({self.lag} s) must be shorter than deadlines.gate ({self.gate} s)"

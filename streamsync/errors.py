@@ -1,4 +1,4 @@
-"""Every error streamsync raises. A message says what, where (rank, peer, tensor, ...), what to do."""
+"""Every error streamsync raises. A message says what, where (rank, peer, tensor), what to do."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class QuarantinedError(EngineError):
 
 
 class PoisonedStepError(EngineError):
-    """This forward ran into a version that can't finish: drop its outputs, recompute after healing."""
+    """This forward met a version that can't finish: drop its outputs, recompute after healing."""
 
 
 class VersionError(StreamsyncError):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
-from streamsync.layout.binding import Binding
-from streamsync.types import Version
+if TYPE_CHECKING:
+    from streamsync.layout.binding import Binding
+    from streamsync.types import Version
 
 
 class Engine(ABC):
@@ -17,7 +19,9 @@ class Engine(ABC):
         """The recorded sink layout and the live memory behind it."""
 
     @abstractmethod
-    def arm(self, version: Version, groups: tuple[str, ...], *, whole: bool, deadline: float) -> None:
+    def arm(
+        self, version: Version, groups: tuple[str, ...], *, whole: bool, deadline: float
+    ) -> None:
         """Between two forwards, closes the gate of every group in `groups` for `version`.
 
         Returns when no forward of the old version runs any more and none can start: from then on

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from streamsync.layout.region import Layout, View
+from streamsync.errors import LayoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from streamsync.layout.region import Layout, View
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -19,7 +24,7 @@ def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype that a layout calls `name`."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch has no dtype {name}")
+        raise LayoutError(f"this torch has no dtype {name}; upgrade torch or cast the tensor")
     return dtype
 
 

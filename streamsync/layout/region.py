@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from streamsync.errors import LayoutError
 from streamsync.types import DTYPE_ITEMSIZES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class Box(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

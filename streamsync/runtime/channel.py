@@ -139,7 +139,7 @@ class ReceiveHalf(Generic[T]):
         return self._state.statistics()
 
 
-def open_channel(name: str, capacity_bytes: int) -> tuple[SendHalf[T], ReceiveHalf[T]]:  # type: ignore[type-var]
+def open_channel(name: str, capacity_bytes: int) -> tuple[SendHalf[T], ReceiveHalf[T]]:
     """Both halves of a new channel. `name` is the edge it stands for."""
     state: _State[T] = _State(name, capacity_bytes)
     return SendHalf(state), ReceiveHalf(state)

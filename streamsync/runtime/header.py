@@ -28,7 +28,7 @@ class BucketHeader(NamedTuple):
 
     version: Version
     share_digest: int
-    index: int
+    index: int  # type: ignore[assignment]  # a field here, not tuple.index
     group: int
     nbytes: int
     digest: int | None
@@ -63,5 +63,10 @@ class BucketHeader(NamedTuple):
         if check != xxhash.xxh32_intdigest(buffer[:56]):
             raise IntegrityError("bucket header is corrupt", bucket=index)
         return cls(
-            Version(epoch, step), share, index, group, nbytes, digest if flags & _HAS_DIGEST else None
+            Version(epoch, step),
+            share,
+            index,
+            group,
+            nbytes,
+            digest if flags & _HAS_DIGEST else None,
         )

@@ -15,14 +15,17 @@ import asyncio
 import bisect
 import warnings
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING
 
 from streamsync.errors import ConfigError
 from streamsync.runtime.region import Region
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    import torch
 
 HEADER_BYTES = 64
 """Room for a bucket's header in front of every payload; also the alignment of frames."""
@@ -166,9 +169,9 @@ class Pool:
         if offset is None:
             needed = size + sum(frame_bytes(a.minimum_bytes) for a in self._accounts)
             raise ConfigError(
-                f"pool_bytes={self.capacity_bytes} is too small: {len(self._accounts) + 1} peers with "
-                f"buckets of {minimum_bytes} bytes need at least {needed}; raise pool_bytes or lower "
-                "bucket_bytes",
+                f"pool_bytes={self.capacity_bytes} is too small: {len(self._accounts) + 1} peers "
+                f"with buckets of {minimum_bytes} bytes need at least {needed}; raise pool_bytes "
+                "or lower bucket_bytes",
                 peer=name,
             )
         account = Account(self, name, minimum_bytes, maximum_bytes, offset)
@@ -207,8 +210,8 @@ class Pool:
             nbytes > account.minimum_bytes and frame_bytes(nbytes) > self._limit(account)
         ):
             raise ConfigError(
-                f"a lease of {nbytes} bytes can never be granted: pool_bytes={self.capacity_bytes}, "
-                f"this account's limit is {self._limit(account)}",
+                f"a lease of {nbytes} bytes can never fit: pool_bytes={self.capacity_bytes}, "
+                f"its account's limit is {self._limit(account)}",
                 peer=account.name,
             )
         if not any(w.account is account for w in self._waiters):

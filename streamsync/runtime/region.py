@@ -49,7 +49,8 @@ class Region:
         except OSError as error:
             os.close(fd)
             raise ConfigError(
-                f"can't map {nbytes} bytes of shared memory for pool {name}: {error}; lower pool_bytes"
+                f"can't map {nbytes} bytes of shared memory for pool {name}: {error}; "
+                "lower pool_bytes"
             ) from error
 
     @classmethod

@@ -10,11 +10,12 @@ touched by the transport any more.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from streamsync.runtime.pool import Lease, Pool
+if TYPE_CHECKING:
+    from streamsync.runtime.pool import Lease, Pool
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -96,7 +97,7 @@ class Transport(ABC):
 
     @abstractmethod
     async def accept(self, offer: Offer, sink_address: bytes) -> SendLink:
-        """Source: waits until the sink of this offer connected. Withdraws the offer if cancelled."""
+        """Source: waits until the sink of this offer connected. A cancel withdraws the offer."""
 
     @abstractmethod
     async def connect(self, offer: Offer) -> ReceiveLink:
