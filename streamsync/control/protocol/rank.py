@@ -1,0 +1,473 @@
+"""The state machine of one sink rank. Pure.
+
+    JOINING / SERVING(v) / QUARANTINED            (at rest)
+       │ every source announced v+1, coordinator: PREPARE
+       v
+    RECEIVING ──> VERIFIED (apply="version") ──> ARMED ──GO──> INSTALLING ──COMMIT──> SERVING(v+1)
+       │ ABORT, or own failure       │ ABORT        │ ABORT          │ any failure
+       v                             v              v                v
+    at rest again, nothing written ─────────────────┘            QUARANTINED
+
+A rank that said ARMED never goes back alone: only ABORT opens its gates on the old version;
+without one it is quarantined at the gate deadline or when its coordinator is lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from streamsync.control.protocol.timer import CancelTimer, SetTimer, TimerExpired
+from streamsync.types import Version
+
+
+class RankState(Enum):
+    """Where a sink rank stands; the names of PROTOCOL.md."""
+
+    JOINING = "joining"
+    SERVING = "serving"
+    QUARANTINED = "quarantined"
+    RECEIVING = "receiving"
+    VERIFIED = "verified"
+    ARMING = "arming"
+    ARMED = "armed"
+    INSTALLING = "installing"
+
+
+_AT_REST = {RankState.JOINING, RankState.SERVING, RankState.QUARANTINED}
+
+
+@dataclass(frozen=True, slots=True)
+class SourcesChanged:
+    """A new plan: these sources must announce a version before it competes."""
+
+    sources: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """A source began `version`."""
+
+    source: str
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """A source will never send `version` (superseded there, or it failed there)."""
+
+    source: str
+    version: Version
+    text: str
+    superseded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLost:
+    """A source's session or link ended."""
+
+    source: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskedToDrop:
+    """A source says that the others have `version` already and it wants its leases back."""
+
+    source: str
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Coordinator: receive `version`."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """Coordinator: close the gates between two forwards; write nothing."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """Coordinator: the first write is allowed."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Coordinator: every rank installed `version`."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Coordinator: give `version` up; nobody was allowed to write."""
+
+    version: Version
+    text: str
+    state: Literal["failed", "superseded", "dropped"] = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """Coordinator: `version` failed after GO."""
+
+    version: Version
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorLost:
+    """The coordinator's session ended."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Own pipeline: `version` may be armed now. `starved`: because no credit can be granted.
+    `verified`: all of it is here and its digests matched (`apply="version"`)."""
+
+    version: Version
+    starved: bool = False
+    verified: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GatesArmed:
+    """Own engine: gates closed, no forward of the old version runs."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class AllLanded:
+    """Own pipeline: every group was loaded and its digest matched."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Own pipeline or engine: `version` can't go on here."""
+
+    version: Version
+    text: str
+
+
+Event = (
+    SourcesChanged | Announced | Withdrawn | SourceLost | AskedToDrop | Prepare | Arm | Go | Commit
+    | Abort | Quarantine | CoordinatorLost | Ready | GatesArmed | AllLanded | Failed | TimerExpired
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TellCoordinator:
+    """Send the coordinator what `kind` says of `version` at this rank."""
+
+    kind: Literal["announced", "ready", "starved", "armed", "installed", "failed", "quarantined"]
+    version: Version
+    text: str = ""
+    state: Literal["failed", "superseded", "dropped"] = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class StartReceiving:
+    """Grant credits for `version` and receive."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class ArmGates:
+    """Close the engine's gates; answer with `GatesArmed` or `Failed`."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class StartLoading:
+    """Load what was received and what still comes."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class DropReceived:
+    """Stop receiving `version` and give its leases back. `disarm`: open the gates on the old one."""
+
+    version: Version
+    disarm: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CommitEngine:
+    """Let outputs of `version` leave."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantineEngine:
+    """No token leaves until a full transfer heals."""
+
+    version: Version
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class AckSources:
+    """Tell every source of the plan how `version` ended here."""
+
+    version: Version
+    state: Literal["committed", "failed", "superseded", "dropped"]
+    text: str = ""
+
+
+Action = (
+    TellCoordinator | StartReceiving | ArmGates | StartLoading | DropReceived | CommitEngine
+    | QuarantineEngine | AckSources | SetTimer | CancelTimer
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class RankMachine:
+    """Feed events with `feed`, carry out the returned actions in order."""
+
+    state: RankState = RankState.JOINING
+    serving: Version | None = None
+    target: Version | None = None
+    sources: frozenset[str] = frozenset()
+    announced: dict[Version, set[str]] = field(default_factory=dict)
+    over: Version | None = None
+    """The newest version that ended here, well or badly: nothing up to it competes again."""
+    _rest: RankState = RankState.JOINING
+
+    def feed(self, event: Event) -> list[Action]:
+        """Applies one event; late, repeated and unknown ones change nothing."""
+        match event:
+            case SourcesChanged(sources):
+                return self._sources_changed(sources)
+            case Announced(source, version):
+                return self._announced(source, version)
+            case Withdrawn(source, version, text, superseded):
+                if source not in self.sources:
+                    return []
+                state: Literal["superseded", "failed"] = "superseded" if superseded else "failed"
+                return self._fail(version, f"{source}: {text}", state)
+            case SourceLost(source, text):
+                return self._source_lost(source, text)
+            case AskedToDrop(source, version):
+                if self.state is RankState.INSTALLING or (
+                    self.target == version and self.state in {RankState.ARMED, RankState.ARMING}
+                ):
+                    return []
+                return self._fail(version, f"{source} asked a lagging sink to drop it", "dropped")
+            case Prepare(version):
+                return self._prepare(version)
+            case Ready(version, starved, verified):
+                return self._ready(version, starved, verified)
+            case Arm(version):
+                return self._arm(version)
+            case GatesArmed(version):
+                return self._gates_armed(version)
+            case Go(version):
+                return self._go(version)
+            case AllLanded(version):
+                if self.target != version or self.state is not RankState.INSTALLING:
+                    return []
+                return [TellCoordinator("installed", version)]
+            case Commit(version):
+                return self._commit(version)
+            case Abort(version, text, outcome):
+                return self._abort(version, text, outcome)
+            case Quarantine(version, text):
+                return self._quarantine(version, text, tell=False)
+            case CoordinatorLost(text):
+                if self.target is None:
+                    return []
+                return self._coordinator_gone(self.target, f"coordinator lost: {text}")
+            case Failed(version, text):
+                return self._fail(version, text, "failed")
+            case TimerExpired(name, version):
+                return self._expired(name, version)
+
+    def _sources_changed(self, sources: frozenset[str]) -> list[Action]:
+        actions: list[Action] = []
+        if self.target is not None:
+            actions += self._fail(self.target, "the plan changed", "failed")
+        for version in sorted(self.announced):
+            actions += self._forget(version)
+        self.sources = sources
+        return actions
+
+    def _announced(self, source: str, version: Version) -> list[Action]:
+        if source not in self.sources:
+            return []
+        if self.over is not None and version <= self.over:
+            state: Literal["failed", "superseded"] = (
+                "failed" if version == self.over and version != self.serving else "superseded"
+            )
+            return [AckSources(version, state, f"version {self.over} already ended here")]
+        first = version not in self.announced
+        by = self.announced.setdefault(version, set())
+        if source in by:
+            return []
+        by.add(source)
+        actions: list[Action] = [SetTimer("announce", version)] if first else []
+        if by == self.sources:
+            actions += [CancelTimer("announce", version), TellCoordinator("announced", version)]
+        return actions
+
+    def _source_lost(self, source: str, text: str) -> list[Action]:
+        if source not in self.sources:
+            return []
+        actions: list[Action] = []
+        for version in sorted(self.announced):
+            actions += self._fail(version, f"source {source} lost: {text}", "failed")
+        if self.target is not None:
+            actions += self._fail(self.target, f"source {source} lost: {text}", "failed")
+        return actions
+
+    def _prepare(self, version: Version) -> list[Action]:
+        if self.state not in _AT_REST or self._is_over(version):
+            return []
+        if frozenset(self.announced.get(version, ())) != self.sources:
+            return []
+        actions: list[Action] = []
+        for old in sorted(v for v in self.announced if v < version):
+            actions += self._forget(old)
+            actions.append(AckSources(old, "superseded", f"superseded by {version}"))
+        self.announced.pop(version)
+        self._rest, self.state, self.target = self.state, RankState.RECEIVING, version
+        return [*actions, SetTimer("total", version), StartReceiving(version)]
+
+    def _ready(self, version: Version, starved: bool, verified: bool) -> list[Action]:
+        if self.target != version or self.state is not RankState.RECEIVING:
+            return []
+        if verified:
+            self.state = RankState.VERIFIED
+        return [TellCoordinator("starved" if starved else "ready", version)]
+
+    def _arm(self, version: Version) -> list[Action]:
+        if self.target != version or self.state not in {RankState.RECEIVING, RankState.VERIFIED}:
+            return []
+        self.state = RankState.ARMING
+        return [ArmGates(version)]
+
+    def _gates_armed(self, version: Version) -> list[Action]:
+        if self.target != version or self.state is not RankState.ARMING:
+            return []
+        self.state = RankState.ARMED
+        return [SetTimer("gate", version), TellCoordinator("armed", version)]
+
+    def _go(self, version: Version) -> list[Action]:
+        if self.target != version or self.state is not RankState.ARMED:
+            return []
+        self.state = RankState.INSTALLING
+        return [StartLoading(version)]
+
+    def _commit(self, version: Version) -> list[Action]:
+        if self.target != version or self.state is not RankState.INSTALLING:
+            return []
+        self.state, self._rest = RankState.SERVING, RankState.SERVING
+        self.serving, self.target, self.over = version, None, version
+        return [*_cancel(version), CommitEngine(version), AckSources(version, "committed")]
+
+    def _abort(
+        self, version: Version, text: str, outcome: Literal["failed", "superseded", "dropped"]
+    ) -> list[Action]:
+        if self.target != version:
+            if version in self.announced:
+                return [*self._forget(version), AckSources(version, outcome, text)]
+            return []
+        if self.state is RankState.INSTALLING:  # ABORT after GO never comes from a sane coordinator
+            return self._quarantine(version, f"ABORT after GO: {text}", tell=True)
+        return self._back_to_rest(version, text, outcome)
+
+    def _back_to_rest(
+        self, version: Version, text: str, outcome: Literal["failed", "superseded", "dropped"]
+    ) -> list[Action]:
+        disarm = self.state in {RankState.ARMING, RankState.ARMED}
+        self.state, self.target = self._rest, None
+        self._end(version)
+        return [
+            *_cancel(version),
+            DropReceived(version, disarm),
+            AckSources(version, outcome, text),
+        ]
+
+    def _fail(
+        self, version: Version, text: str, outcome: Literal["failed", "superseded", "dropped"]
+    ) -> list[Action]:
+        if version == self.target:
+            if self.state is RankState.INSTALLING:
+                return self._quarantine(version, text, tell=True)
+            if self.state is RankState.ARMED:
+                # Gates stay closed: the coordinator may have decided GO, so only it can end this.
+                return [TellCoordinator("failed", version, text, outcome)]
+            tell = TellCoordinator("failed", version, text, outcome)
+            return [*self._back_to_rest(version, text, outcome), tell]
+        if version not in self.announced:
+            return []
+        return [
+            *self._forget(version),
+            AckSources(version, outcome, text),
+            TellCoordinator("failed", version, text, outcome),
+        ]
+
+    def _quarantine(self, version: Version, text: str, *, tell: bool) -> list[Action]:
+        if self.target != version:
+            return []
+        if self.state in {RankState.RECEIVING, RankState.VERIFIED, RankState.ARMING}:
+            return self._back_to_rest(version, text, "failed")
+        self.state, self._rest, self.target = RankState.QUARANTINED, RankState.QUARANTINED, None
+        self._end(version)
+        actions: list[Action] = [
+            *_cancel(version),
+            QuarantineEngine(version, text),
+            DropReceived(version, disarm=False),
+            AckSources(version, "failed", text),
+        ]
+        if tell:
+            actions.append(TellCoordinator("quarantined", version, text))
+        return actions
+
+    def _coordinator_gone(self, version: Version, text: str) -> list[Action]:
+        if self.state in {RankState.ARMED, RankState.INSTALLING}:
+            return self._quarantine(version, text, tell=True)
+        return self._back_to_rest(version, text, "failed")
+
+    def _expired(self, name: str, version: Version) -> list[Action]:
+        if name == "announce" and version in self.announced:
+            missing = ", ".join(sorted(self.sources - self.announced[version]))
+            return self._fail(version, f"never announced by {missing}", "failed")
+        if self.target != version:
+            return []
+        text = f"the {name} deadline passed in state {self.state.value}"
+        if name in {"gate", "total"} and self.state in {RankState.ARMED, RankState.INSTALLING}:
+            return self._coordinator_gone(version, text)
+        return self._fail(version, text, "failed")
+
+    def _is_over(self, version: Version) -> bool:
+        return self.over is not None and version <= self.over
+
+    def _end(self, version: Version) -> None:
+        if not self._is_over(version):
+            self.over = version
+
+    def _forget(self, version: Version) -> list[Action]:
+        self.announced.pop(version, None)
+        return [CancelTimer("announce", version)]
+
+
+def _cancel(version: Version) -> list[Action]:
+    return [CancelTimer("total", version), CancelTimer("gate", version)]
