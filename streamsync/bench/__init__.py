@@ -1,1 +1,1 @@
-"""TODO."""
+"""Measurements, each beside the roof it could reach."""

@@ -1,0 +1,155 @@
+"""Commands and their options. What a command does is imported when it runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+import streamsync
+from streamsync.bench.options import PipelineOptions
+from streamsync.config import TransportName
+from streamsync.demo.options import DemoOptions, ModelName
+from streamsync.errors import ConfigError
+from streamsync.types import Apply
+
+SECRET_VARIABLE = "STREAMSYNC_SECRET"
+
+app = typer.Typer(
+    name="streamsync",
+    help="Streams new weights from a trainer into engines that keep generating.",
+    no_args_is_help=True,
+    add_completion=False,
+    # Errors of ours are said in one line by `main`; others deserve Python's own traceback.
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Measures streamsync against its roof.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+Transport = Annotated[TransportName, typer.Option(help="What carries the bytes.")]
+ApplyMode = Annotated[Apply, typer.Option(help="Install layer by layer, or whole versions.")]
+Json = Annotated[Path | None, typer.Option(help="Write the results there; - is stdout.")]
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        print(f"streamsync {streamsync.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _streamsync(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Log everything; show tracebacks of errors.")
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="And exit.")
+    ] = False,
+) -> None:
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("streamsync").setLevel(logging.DEBUG if debug else logging.WARNING)
+
+
+@app.command()
+def demo(
+    syncs: Annotated[int, typer.Option(help="Versions to train and deliver.")] = 3,
+    model: Annotated[ModelName, typer.Option(help="tiny: random weights, seconds.")] = "smollm2",
+    transport: Transport = "auto",
+    source_ranks: Annotated[int, typer.Option(help="Trainer processes.")] = 2,
+    apply: ApplyMode = "layer",
+    json: Json = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace there.")] = None,
+    live: Annotated[bool, typer.Option(help="A live view, in a terminal.")] = True,
+) -> None:
+    """Trains a small language model while another process generates from it."""
+    options = DemoOptions(
+        syncs=syncs,
+        model=model,
+        transport=transport,
+        source_ranks=source_ranks,
+        apply=apply,
+        json=json,
+        trace=trace,
+        live=live,
+    )
+    from streamsync.demo import run
+
+    raise typer.Exit(run.main(options))
+
+
+@bench.command()
+def pipeline(
+    transport: Transport = "auto",
+    bytes_: Annotated[int, typer.Option("--bytes", help="What one sync moves.")] = (
+        PipelineOptions().bytes
+    ),
+    bucket_bytes: Annotated[int, typer.Option(help="Largest bucket.")] = (
+        PipelineOptions().bucket_bytes
+    ),
+    pool_bytes: Annotated[int, typer.Option(help="Host memory for leases, per rank.")] = (
+        PipelineOptions().pool_bytes
+    ),
+    tensors: Annotated[int, typer.Option(help="Tensors of the synthetic model.")] = (
+        PipelineOptions().tensors
+    ),
+    digest: Annotated[Literal["on", "off"], typer.Option(help="Prove the landed bytes.")] = "on",
+    apply: ApplyMode = "layer",
+    json: Json = None,
+) -> None:
+    """Moves a synthetic model from one process to another, beside the barest program that does."""
+    options = PipelineOptions(
+        transport=transport,
+        bytes=bytes_,
+        bucket_bytes=bucket_bytes,
+        pool_bytes=pool_bytes,
+        tensors=tensors,
+        digest=digest == "on",
+        apply=apply,
+        json=json,
+    )
+    from streamsync.bench import pipeline as benchmark
+
+    raise typer.Exit(benchmark.main(options))
+
+
+@app.command()
+def hub(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+    ] = 0,
+    secret_file: Annotated[
+        Path | None,
+        typer.Option(help=f"File holding the job's secret; else the variable {SECRET_VARIABLE}."),
+    ] = None,
+) -> None:
+    """Runs the hub, where the ranks of one job find each other, until it is interrupted."""
+    secret = read_secret(secret_file)
+    from streamsync.control.hub import Hub
+
+    stop = {signal.SIGINT, signal.SIGTERM}
+    # Blocked before the hub's threads start, so that only `sigwait` below ever takes them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, stop)
+    with Hub(host=host, port=port, secret=secret) as running:
+        print(f"hub at {running.address}", flush=True)
+        signal.sigwait(stop)
+
+
+def read_secret(path: Path | None) -> str:
+    """The job's secret, from `path` or the environment; raises `ConfigError` when there is none."""
+    if path is not None:
+        try:
+            secret = path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"can't read the secret file {path}: {error}") from error
+        if not secret:
+            raise ConfigError(f"the secret file {path} is empty; write the job's secret into it")
+        return secret
+    secret = os.environ.get(SECRET_VARIABLE, "")
+    if not secret:
+        raise ConfigError(f"the hub needs the job's secret: set {SECRET_VARIABLE} or --secret-file")
+    return secret
