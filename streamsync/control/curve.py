@@ -1,0 +1,82 @@
+"""CURVE on pyzmq sockets, with keys derived from the job's shared secret.
+
+Every member derives the same key pair, so knowing the secret is what admits: a client without it
+has not the server's public key (its handshake can't be decrypted) and, were that key to leak, its
+own public key is refused by the ZAP check. Nothing but the handshake travels unencrypted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.utils import z85
+
+from streamsync.errors import ConfigError
+
+MIN_SECRET_BYTES = 8
+
+
+class JobKeys(NamedTuple):
+    """A CURVE key pair, z85 text."""
+
+    public: bytes
+    secret: bytes
+
+
+def job_keys(secret: str) -> JobKeys:
+    """The job's key pair from its shared secret; raises `ConfigError` for one that is too short."""
+    if len(secret.encode()) < MIN_SECRET_BYTES:
+        raise ConfigError(f"the job secret must have at least {MIN_SECRET_BYTES} bytes")
+    seed = hashlib.blake2b(secret.encode(), digest_size=32, person=b"streamsync-curve").digest()
+    key = z85.encode(seed)
+    return JobKeys(zmq.curve_public(key), key)
+
+
+class Curve:
+    """One ZeroMQ context whose sockets speak CURVE with the job's keys. Loop thread only."""
+
+    def __init__(self, secret: str) -> None:
+        self._keys = job_keys(secret)
+        self.context = zmq.asyncio.Context()
+        self._authenticator = AsyncioAuthenticator(self.context)
+
+    def start(self) -> None:
+        """Begins to check clients' keys; call inside the running loop."""
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", self)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """ZAP's question: may a client with this public key in?"""
+        return bytes(key) == self._keys.public
+
+    def server(self, kind: int) -> zmq.asyncio.Socket:
+        """A socket that admits only members."""
+        socket = self._socket(kind)
+        socket.curve_server = True
+        return socket
+
+    def client(self, kind: int) -> zmq.asyncio.Socket:
+        """A socket that talks only to members."""
+        socket = self._socket(kind)
+        socket.curve_serverkey = self._keys.public
+        return socket
+
+    def _socket(self, kind: int) -> zmq.asyncio.Socket:
+        socket = self.context.socket(kind)
+        socket.curve_publickey, socket.curve_secretkey = self._keys
+        socket.linger = 0
+        socket.sndhwm = socket.rcvhwm = 0
+        socket.ipv6 = True
+        socket.heartbeat_ivl = 2000
+        socket.heartbeat_timeout = 60_000
+        socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 1000
+        return socket
+
+    def close(self) -> None:
+        """Ends the context; every socket must be closed before."""
+        self._authenticator.stop()
+        self.context.destroy(linger=0)

@@ -1,0 +1,282 @@
+"""The two ends of a control session: a `Listener` that members dial, a `Dialer` that dials one.
+
+Both run inside the owner's TaskGroup (`run`), decode every message at one place, and pair answers
+with requests. Loop thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import socket as sockets
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from streamsync.control.curve import Curve
+from streamsync.control.messages import AnyMessage, Error, Message, decode, encode
+from streamsync.errors import (
+    ConfigError,
+    ControlError,
+    PeerLost,
+    PlanError,
+    StreamsyncError,
+    TransportError,
+    VersionError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_log = logging.getLogger("streamsync.control")
+
+M = TypeVar("M", bound=Message)
+
+_ERRORS: dict[str, type[StreamsyncError]] = {
+    "config": ConfigError,
+    "plan": PlanError,
+    "control": ControlError,
+    "version": VersionError,
+    "transport": TransportError,
+}
+
+
+def error_message(error: StreamsyncError, request: int) -> Error:
+    """How `error` travels as the answer to `request`."""
+    for kind, cls in _ERRORS.items():
+        if isinstance(error, cls):
+            return Error(request=request, kind=kind, text=str(error))  # type: ignore[arg-type]
+    return Error(request=request, kind="control", text=str(error))
+
+
+def resolve_endpoint(host: str, port: int) -> str:
+    """The ZeroMQ endpoint of a host name, IPv4 or IPv6 literal; raises `ConfigError`."""
+    try:
+        family, _, _, _, address = sockets.getaddrinfo(host, port, type=sockets.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"host {host!r} can't be resolved: {error}") from error
+    literal = f"[{address[0]}]" if family == sockets.AF_INET6 else str(address[0])
+    return f"tcp://{literal}:{port or '*'}"
+
+
+class Listener:
+    """A bound socket. `handle(peer, message)` is called for each message in order and must not
+    block; a `StreamsyncError` that it raises is sent back as `Error`. `peer` is the dialer's id."""
+
+    def __init__(
+        self,
+        curve: Curve,
+        host: str,
+        port: int,
+        handle: Callable[[bytes, AnyMessage], None],
+        lost: Callable[[bytes, str], None],
+    ) -> None:
+        self._socket = curve.server(zmq.ROUTER)
+        self._socket.router_mandatory = True
+        self._socket.router_handover = True
+        self._handle = handle
+        self._lost = lost
+        try:
+            self._socket.bind(resolve_endpoint(host, port))
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise ConfigError(f"can't listen on {host}:{port}: {error}") from error
+        except ConfigError:
+            self._socket.close()
+            raise
+        self.endpoint = bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
+
+    def send(self, peer: bytes, message: Message) -> None:
+        """Queues a message (queues have no limit, so this never waits). A peer that is gone is
+        reported to `lost`."""
+        try:
+            self._socket.send_multipart([peer, encode(message)], flags=zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise ControlError(f"control message not sent: {error}") from error
+            self._lost(peer, "its control session is gone")
+
+    async def run(self) -> None:
+        """Receives until cancelled."""
+        while True:
+            frames = await self._socket.recv_multipart()
+            if len(frames) != 2:
+                _log.warning("refused a control message of %d frames", len(frames))
+                continue
+            peer, data = frames
+            message: AnyMessage | None = None
+            try:
+                message = decode(data)
+                self._handle(peer, message)
+            except StreamsyncError as error:
+                _log.warning("refused a control message: %s", error)
+                if message is None or not isinstance(message, Error):
+                    self.send(peer, error_message(error, message.request if message else 0))
+
+    def close(self) -> None:
+        """Closes the socket."""
+        self._socket.close()
+
+
+class Dialer:
+    """A connection to one listener.
+
+    `handle(message)` gets what is not an answer; `lost(text)` is called once when the connection
+    ends (the dialer then stays dead: dial again). Both must not block.
+    """
+
+    def __init__(
+        self,
+        curve: Curve,
+        endpoint: str,
+        peer: str,
+        handle: Callable[[AnyMessage], None],
+        lost: Callable[[str], None],
+    ) -> None:
+        self.endpoint = endpoint
+        self.peer = peer
+        self._handle = handle
+        self._lost = lost
+        self._answers: dict[int, asyncio.Future[AnyMessage]] = {}
+        self._requests = itertools.count(1)
+        self._connected = False
+        self._reached = False
+        self._dead: str | None = None
+        self._socket = curve.client(zmq.DEALER)
+        self._socket.identity = os.urandom(16)
+        self._monitor: zmq.asyncio.Socket = self._socket.get_monitor_socket(
+            zmq.EVENT_CONNECTED
+            | zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        )
+        self._handshake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self._handshake.cancel()
+            self.close()
+            raise ConfigError(f"not an endpoint: {endpoint!r} ({error})", peer=peer) from error
+
+    async def connect(self, deadline: float) -> None:
+        """Waits for the handshake; raises `ControlError` that tells an unreachable peer from a
+        refused secret."""
+        try:
+            async with asyncio.timeout(deadline):
+                await asyncio.shield(self._handshake)
+        except TimeoutError:
+            if self._reached:
+                raise ControlError(self._refusal(), peer=self.peer) from None
+            raise ControlError(
+                f"{self.endpoint} is unreachable after {deadline:g} s: is it running, and is the "
+                "address right?",
+                peer=self.peer,
+            ) from None
+
+    def _refusal(self) -> str:
+        return (
+            f"{self.endpoint} refuses the handshake: its job secret differs from ours, or it is "
+            "not a streamsync member"
+        )
+
+    async def run(self) -> None:
+        """Receives and watches the connection until cancelled or lost."""
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(self._watch())
+            receive = tasks.create_task(self._receive())
+            await asyncio.wait({watch, receive}, return_when=asyncio.FIRST_COMPLETED)
+            watch.cancel()
+            receive.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._connected = True
+                if not self._handshake.done():
+                    self._handshake.set_result(None)
+            elif event == zmq.EVENT_CONNECTED:
+                self._reached = True
+            elif event == zmq.EVENT_DISCONNECTED and self._connected:
+                self.fail("its control connection closed")
+                return
+            elif event in (
+                zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+                zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+            ) or (event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and not self._connected):
+                self.fail(self._refusal())
+                return
+
+    async def _receive(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            try:
+                if len(frames) != 1:
+                    raise ControlError(f"control message of {len(frames)} frames", peer=self.peer)
+                message = decode(frames[0])
+                answer = self._answers.pop(message.request, None) if message.request else None
+                if answer is None:
+                    self._handle(message)
+                elif not answer.done():
+                    answer.set_result(message)
+            except StreamsyncError as error:
+                _log.warning("refused a message of %s: %s", self.peer, error)
+
+    def fail(self, text: str) -> None:
+        """Declares the peer lost; every waiting request fails."""
+        if self._dead is not None:
+            return
+        self._dead = text
+        error = PeerLost(text, peer=self.peer)
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(error)
+        self._answers.clear()
+        if not self._handshake.done():
+            self._handshake.set_exception(ControlError(text, peer=self.peer))
+        self._lost(text)
+
+    def send(self, message: Message) -> None:
+        """Queues a message; silently dropped when the peer is lost already."""
+        if self._dead is None:
+            self._socket.send(encode(message), flags=zmq.NOBLOCK)
+
+    async def request(self, message: Message, answer: type[M], deadline: float) -> M:
+        """Sends and waits for the answer; raises the peer's error, `PeerLost` or `ControlError`."""
+        if self._dead is not None:
+            raise PeerLost(self._dead, peer=self.peer)
+        number = next(self._requests)
+        future: asyncio.Future[AnyMessage] = asyncio.get_running_loop().create_future()
+        self._answers[number] = future
+        try:
+            self.send(msgspec.structs.replace(message, request=number))
+            async with asyncio.timeout(deadline):
+                reply = await future
+        except TimeoutError:
+            raise ControlError(
+                f"no answer to {type(message).__name__} within {deadline:g} s", peer=self.peer
+            ) from None
+        finally:
+            self._answers.pop(number, None)
+        if isinstance(reply, Error):
+            raise _ERRORS[reply.kind](
+                f"{self.peer} refused {type(message).__name__}", peer_text=reply.text
+            )
+        if not isinstance(reply, answer):
+            raise ControlError(f"answered {type(reply).__name__}", peer=self.peer)
+        return reply
+
+    def close(self) -> None:
+        """Closes the sockets."""
+        if self._handshake.done() and not self._handshake.cancelled():
+            self._handshake.exception()
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close()

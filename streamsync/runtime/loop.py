@@ -1,0 +1,108 @@
+"""A uvloop in a thread of its own, and the one executor for blocking calls."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import uvloop
+
+from streamsync.errors import StreamsyncError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs `main` on its own event loop beside the host program's threads.
+
+    `main(ready)` is the whole life of the owner: it calls `ready()` once it can serve and returns
+    after `stop` was requested through whatever the owner uses. `call` runs a coroutine there from
+    any other thread. Signal handlers stay the host program's. A daemon thread, so that a host
+    program that forgets to close still exits.
+    """
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self.name = name
+        self.executor = concurrent.futures.ThreadPoolExecutor(
+            num_threads, thread_name_prefix=f"streamsync-{name}-copy"
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def start(self, main: Callable[[Callable[[], None]], Coroutine[Any, Any, None]]) -> None:
+        """Starts the thread; returns when `main` called `ready`, or raises what it raised."""
+
+        def run() -> None:
+            try:
+                with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                    self._loop = runner.get_loop()
+                    runner.run(main(self._set_ready))
+            except BaseException as error:
+                error = _single(error)
+                if not self._ready.done():
+                    self._ready.set_exception(error)
+                self._ended.set_exception(error)
+            else:
+                if not self._ready.done():
+                    self._ready.set_result(None)
+                self._ended.set_result(None)
+            finally:
+                self.executor.shutdown(wait=True)
+
+        self._thread = threading.Thread(target=run, name=f"streamsync-{self.name}", daemon=True)
+        self._thread.start()
+        self._ready.result()
+
+    def _set_ready(self) -> None:
+        if not self._ready.done():
+            self._ready.set_result(None)
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Runs a coroutine on the loop; the future is the caller's to wait for or cancel."""
+        if self._loop is None or self._ended.done():
+            coroutine.close()
+            raise StreamsyncError(f"{self.name} is not running: {self._why_ended()}")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine on the loop and waits for it, from any thread but the loop's.
+
+        An interrupt (Ctrl-C) cancels it. Raises what it raises, or why the loop ended meanwhile.
+        """
+        future = self.submit(coroutine)
+        concurrent.futures.wait((future, self._ended), return_when="FIRST_COMPLETED")
+        if not future.done():
+            future.cancel()
+            raise StreamsyncError(f"{self.name} ended: {self._why_ended()}")
+        return future.result()
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Calls `function` on the loop soon; dropped when the loop has ended."""
+        if self._loop is not None and not self._ended.done():
+            self._loop.call_soon_threadsafe(function)
+
+    def _why_ended(self) -> str:
+        if not self._ended.done():
+            return "not started"
+        error = self._ended.exception()
+        return "closed" if error is None else str(error)
+
+    def join(self) -> None:
+        """Waits for the thread after its owner was told to stop; raises what ended `main`."""
+        if self._thread is not None:
+            self._thread.join()
+            self._ended.result()
+
+
+def _single(error: BaseException) -> BaseException:
+    """The one error inside nested exception groups; a group of several stays a group."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
