@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from streamsync._version import __version__
+
 if TYPE_CHECKING:
     from streamsync.config import Config, Deadlines
     from streamsync.control.hub import Hub
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
     from streamsync.publisher import AsyncPublisher, Publisher
     from streamsync.subscriber import Subscriber
     from streamsync.types import Outcome, StageReport, SyncReport, Version
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AsyncPublisher",
@@ -62,6 +62,7 @@ __all__ = [
     "Version",
     "VersionError",
     "Waiver",
+    "__version__",
 ]
 
 # Imported at first use: `import streamsync` costs milliseconds and never pulls in torch.
@@ -87,4 +88,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return list(__all__)

@@ -1,1 +1,1 @@
-"""TODO."""
+"""What happened, told once as events: metrics and traces listen to them."""
