@@ -16,6 +16,7 @@ from streamsync.errors import IntegrityError
 from streamsync.types import Version
 
 _LAYOUT = struct.Struct("<4sHHQQQIIQQI4x")
+_NBYTES = struct.Struct("<40xQ")
 _MAGIC = b"SSB1"
 _FORMAT = 1
 _HAS_DIGEST = 1
@@ -70,3 +71,9 @@ class BucketHeader(NamedTuple):
             nbytes,
             digest if flags & _HAS_DIGEST else None,
         )
+
+
+def payload_bytes(header: memoryview) -> int:
+    """The payload's length as the header has it, unchecked: all that a transport reads of it."""
+    (nbytes,) = _NBYTES.unpack_from(header)
+    return int(nbytes)

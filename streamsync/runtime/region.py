@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -11,7 +12,7 @@ import torch
 
 from streamsync.errors import ConfigError
 
-_ADD_SEALS = 1033
+_ADD_SEALS, _GET_SEALS = 1033, 1034
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 0x1, 0x2, 0x4
 
 
@@ -55,7 +56,10 @@ class Region:
 
     @classmethod
     def attach(cls, fd: int) -> Region:
-        """Maps a peer's region; takes ownership of `fd`."""
+        """Maps a peer's region; takes ownership of `fd`. Raises `OSError` when the peer could still
+        shrink it, which would kill this process at the next access."""
+        if not fcntl.fcntl(fd, _GET_SEALS) & _SEAL_SHRINK:
+            raise PermissionError(errno.EPERM, "the shared memory is not sealed against shrinking")
         return cls(fd, os.fstat(fd).st_size)
 
     def close(self) -> None:
