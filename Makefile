@@ -64,7 +64,7 @@ bench: $(STAMPS)/demo ## measures the pipeline against its roof
 	$(BIN)/streamsync bench pipeline $(ARGS)
 
 dist: $(STAMPS)/test ## builds the wheel and the source archive
-	$(BIN)/python -m build $(ARGS)
+	$(BIN)/python -m build --no-isolation $(ARGS)
 
 clean: ## removes the environment and everything that was built
 	rm -rf $(VENV) build dist out .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
