@@ -41,14 +41,6 @@ _WELCOME = b"\x01"
 _BACKLOG = 128
 
 
-def host_identity() -> str:
-    """The same text for two processes that `shm` can join: one boot of one kernel, and one network
-    namespace, in which abstract socket names live. Blocking (two small reads of /proc)."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return f"{boot}-{os.readlink('/proc/self/ns/net')}"
-
-
 class ShmSendLink(SendLink):
     """The source's end; see `SendLink`."""
 

@@ -11,7 +11,7 @@ import pytest
 
 from streamsync.errors import PeerLost, TransportError
 from streamsync.runtime.region import Region
-from streamsync.transports.shm import ShmReceiveLink, ShmSendLink, host_identity
+from streamsync.transports.shm import ShmReceiveLink, ShmSendLink
 from tests.transport_rig import Rig, expected, filled, fingerprint, rig, until
 
 if TYPE_CHECKING:
@@ -173,9 +173,3 @@ async def test_a_welcome_without_memory_is_refused() -> None:
         with pytest.raises(TransportError, match="refused"):
             await connecting
         connection.close()
-
-
-@pytest.mark.allow_blocking  # reads /proc
-def test_one_host_has_one_identity() -> None:
-    assert host_identity() == host_identity()
-    assert len(host_identity()) > 40

@@ -1,0 +1,442 @@
+"""`ucx`: UCX through UCXX: RDMA where the library has it, else TCP, CMA or shared memory.
+
+A frame is one tagged message from lease to lease. Endpoints are made from worker addresses, which
+travel over the authenticated control session; UCX's own listener (no authentication, all
+interfaces) is never opened. A link owns 2^32 tags under a random base that its offer's token holds:
+
+    base + 0          sink to source   hello: the token
+    base + 1          source to sink   welcome: the token
+    base + 2, + 3     each way         farewell (2 from the source): how many frames are through
+    base + 4 + k      source to sink   frame k
+
+UCX can't be stopped from writing a buffer once a message for it began, so a link holds its leases
+itself until their requests are done; what stays busy after an abort is kept for ever and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import importlib.util
+import logging
+import os
+import secrets
+import struct
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from streamsync.errors import (
+    ConfigError,
+    IntegrityError,
+    MissingExtraError,
+    PeerLost,
+    TransportError,
+)
+from streamsync.runtime.header import payload_bytes
+from streamsync.runtime.pool import HEADER_BYTES, Lease, Pool
+from streamsync.transports.base import Offer, ReceiveLink, SendLink, Transport
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterator
+    from types import ModuleType
+
+_log = logging.getLogger("streamsync.transports")
+
+SETTINGS = {
+    "UCX_RNDV_FRAG_MEM_TYPE": "host",  # the package's default is cuda
+    "UCX_RNDV_THRESH": "64K",  # larger ones go straight into the lease and can be cancelled
+    "UCX_MEMTYPE_CACHE": "n",
+    "UCX_CMA_MEMORY_INVALIDATE": "y",  # else error handling rules CMA out
+    "UCX_TCP_TX_SEG_SIZE": "256K",  # the defaults cost three times the CPU
+    "UCX_TCP_RX_SEG_SIZE": "256K",
+    "UCX_KEEPALIVE_INTERVAL": "2s",
+    "UCX_LOG_LEVEL": "error",
+    "UCX_LOG_FILE": "/dev/stderr",  # stdout is the host program's
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+}
+"""Environment that UCX reads when it is loaded. What the user has set stays."""
+
+WINDOW = 4
+"""Frames under way on one link: two hide the rendezvous, the rest the event loop's own delays."""
+DRAIN_SECONDS = 2.0
+_FAREWELL_SECONDS = 0.2
+_COUNT = struct.Struct("<Q")
+_TOKEN_BYTES = 8
+_HELLO, _WELCOME, _SOURCE_FAREWELL, _SINK_FAREWELL, _FIRST_FRAME = range(5)
+_RDMA = ("rc_", "dc_", "ud_", "gga_", "srd")  # how UCX names its RDMA transports
+_NANOSECONDS = 10**9
+
+
+def is_installed() -> bool:
+    """Whether ucxx can be imported, without importing it."""
+    return importlib.util.find_spec("ucxx") is not None
+
+
+def has_rdma() -> bool:
+    """Whether this host has an RDMA device and a UCX that was built for it. Reads the disk.
+
+    The wheels of libucx have no RDMA; a system's UCX is believed to.
+    """
+    if not is_installed() or not any(Path("/sys/class/infiniband").glob("*")):
+        return False
+    if os.environ.get("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "false").lower() != "false":
+        return True
+    wheel = importlib.util.find_spec("libucx")
+    if wheel is None or not wheel.submodule_search_locations:
+        return True
+    return any(Path(wheel.submodule_search_locations[0]).glob("lib/ucx/libuct_ib*"))
+
+
+@contextlib.contextmanager
+def _errors(doing: str) -> Iterator[None]:
+    """The one place where UCXX's exceptions become ours."""
+    ucxx = _ucxx()
+    try:
+        yield
+    except ucxx.exceptions.UCXMessageTruncatedError as error:
+        raise IntegrityError(f"a longer frame came than was planned, {doing}") from error
+    except ucxx.exceptions.UCXError as error:
+        raise PeerLost(f"UCX lost the peer {doing}: {error or type(error).__name__}") from error
+
+
+@functools.cache
+def _ucxx() -> ModuleType:
+    if not is_installed():
+        raise MissingExtraError("the ucx transport", "ucx")
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ucxx
+    except (ImportError, OSError) as error:
+        raise ConfigError(f"ucxx is installed and does not load: {error}") from error
+    return ucxx  # type: ignore[no-any-return]
+
+
+class _Worker:
+    """The one UCXX worker of a process, bound to the loop that first used it."""
+
+    def __init__(self) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.num_users = 0
+        self._watched = False
+
+    def enter(self) -> None:
+        """Starts UCX for the first user; raises `ConfigError`, `MissingExtraError`."""
+        ucxx, loop = _ucxx(), asyncio.get_running_loop()
+        if self.num_users and self.loop is not loop:
+            raise ConfigError(
+                "UCX works with one event loop per process, and another one of this process uses it: "
+                "give the Publisher and the Subscriber one loop, or use transport='auto'"
+            )
+        if not self.num_users:
+            try:
+                ucxx.init(progress_mode="thread", enable_python_future=True)
+            except RuntimeError as error:
+                raise ConfigError(f"another library of this process uses ucxx: {error}") from error
+            except ucxx.exceptions.UCXError as error:
+                raise ConfigError(f"UCX does not start: {error}") from error
+            self.loop = loop
+            self._watch()
+        self.num_users += 1
+
+    async def leave(self) -> None:
+        """Stops UCX after its last user."""
+        self.num_users -= 1
+        if self.num_users:
+            return
+        ucxx = _ucxx()
+        # UCXX waits for its thread here, which may take a second.
+        await asyncio.to_thread(ucxx.stop_notifier_thread)
+        try:
+            ucxx.reset()
+        except ucxx.exceptions.UCXError as error:
+            _log.warning("UCX did not stop cleanly: %s", error)
+
+    def _watch(self) -> None:
+        """Keeps an exit without `close` from hanging in UCXX's thread, which is no daemon."""
+        if self._watched:
+            return
+        self._watched = True
+
+        def stop() -> None:
+            threading.main_thread().join()
+            _ucxx().stop_notifier_thread()
+
+        threading.Thread(target=stop, name="ucx-exit", daemon=True).start()
+
+
+_worker = _Worker()
+
+
+class _Link:
+    """One endpoint and the requests on it. On the loop's thread."""
+
+    def __init__(self, transport: UcxTransport, endpoint: Any, base: int, *, is_source: bool) -> None:
+        self._transport = transport
+        self._endpoint = endpoint
+        self._base = base
+        self._own_farewell = _SOURCE_FAREWELL if is_source else _SINK_FAREWELL
+        self._lost = ""
+        self._requests: set[asyncio.Task[None]] = set()
+        self._leased: set[asyncio.Task[None]] = set()
+        self._num_frames = 0
+        self._num_through = 0
+        self._peer_through: int | None = None
+        self._farewell = bytearray(_COUNT.size)
+        peers = _SINK_FAREWELL if is_source else _SOURCE_FAREWELL
+        self.gone = self._start(self._hear(peers))
+        transport._links.add(self)
+
+    def _start(self, request: Coroutine[Any, Any, None], lease: Lease | None = None) -> asyncio.Task[None]:
+        """Runs a request as a task of its own: cancelling who waits for it must not drop it."""
+        task = asyncio.get_running_loop().create_task(request)
+        self._requests.add(task)
+        task.add_done_callback(self._requests.discard)
+        if lease is not None:
+            lease.retain()
+            self._leased.add(task)
+
+            def done(task: asyncio.Task[None]) -> None:
+                self._leased.discard(task)
+                lease.release()
+
+            task.add_done_callback(done)
+        return task
+
+    async def _send(self, tag: int, data: object, doing: str) -> None:
+        with _errors(doing):
+            await self._endpoint.send(data, tag=self._tag(tag), force_tag=True)
+
+    async def _receive(self, tag: int, buffer: memoryview | bytearray, doing: str) -> None:
+        with _errors(doing):
+            await self._endpoint.recv(buffer, tag=self._tag(tag), force_tag=True)
+
+    def _tag(self, number: int) -> int:
+        return (self._base + number) & ((1 << 64) - 1)
+
+    async def _hear(self, tag: int) -> None:
+        """Ends when the peer said farewell or died."""
+        try:
+            await self._receive(tag, self._farewell, "while it was idle")
+        except TransportError as error:
+            self._lost = self._lost or str(error)
+        else:
+            (self._peer_through,) = _COUNT.unpack(self._farewell)
+            self._lost = self._lost or "the peer aborted the link"
+
+    async def abort(self) -> None:
+        """Says farewell, cancels what is under way and waits until UCX let go of its leases."""
+        if self not in self._transport._links:
+            return
+        self._transport._links.remove(self)
+        said = None
+        if not self._lost:
+            count = _COUNT.pack(self._num_through)
+            said = self._start(self._send(self._own_farewell, count, "at its farewell"))
+        self._lost = self._lost or "this end aborted the link"
+        try:
+            if said is not None:  # a stopped peer never takes it
+                await asyncio.wait([said], timeout=_FAREWELL_SECONDS)
+            await asyncio.to_thread(self._endpoint.abort, period=_NANOSECONDS)
+            if self._requests:
+                await asyncio.wait(set(self._requests), timeout=self._transport.drain_seconds)
+        finally:
+            self._withhold()
+
+    def _withhold(self) -> None:
+        for task in self._leased:
+            self._transport.num_withheld += 1
+            task.add_done_callback(self._regain)
+        if self._leased:
+            _log.error("UCX still holds %d leases of an aborted link", len(self._leased))
+        for task in self._requests - self._leased:
+            task.cancel()
+
+    def _regain(self, _: asyncio.Task[None]) -> None:
+        self._transport.num_withheld -= 1
+
+
+class UcxSendLink(_Link, SendLink):
+    """The source's end; see `SendLink`. Up to `WINDOW` frames are under way after `send` returns."""
+
+    async def send(self, lease: Lease) -> None:
+        """Posts the frame once there is room in the window."""
+        while len(self._leased) >= WINDOW and not self._lost:
+            await asyncio.wait({*self._leased, self.gone}, return_when=asyncio.FIRST_COMPLETED)
+        self._check()
+        number = self._num_frames
+        self._num_frames += 1
+        self._start(self._deliver(number, lease), lease)
+        self.wire_bytes += lease.nbytes
+
+    async def _deliver(self, number: int, lease: Lease) -> None:
+        try:
+            await self._send(_FIRST_FRAME + number, lease.frame, f"in frame {number}")
+            self._num_through += 1
+        except TransportError as error:
+            self._lost = self._lost or str(error)
+
+    async def flush(self) -> None:
+        """Returns when every request is done: UCX or the sink has the frames."""
+        while self._leased and not self._lost:
+            await asyncio.wait({*self._leased, self.gone}, return_when=asyncio.FIRST_COMPLETED)
+        self._check()
+
+    def _check(self) -> None:
+        if self._lost:
+            raise PeerLost(f"{self._lost}; {len(self._leased)} frames had not left")
+
+
+class UcxReceiveLink(_Link, ReceiveLink):
+    """The sink's end; see `ReceiveLink`.
+
+    UCX doesn't tell when a frame's first byte comes. So `waiting_seconds` counts what a receive took
+    beyond the time that this link's fastest frame would have needed for as many bytes.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._prepared: deque[tuple[Lease, asyncio.Task[None]]] = deque()
+        self._seconds_per_byte = float("inf")
+
+    def prepare(self, lease: Lease, nbytes: int) -> None:
+        """See `ReceiveLink.prepare`."""
+        if not self._lost:
+            self._prepared.append((lease, self._post(lease, nbytes)))
+
+    def _post(self, lease: Lease, nbytes: int) -> asyncio.Task[None]:
+        number = self._num_frames
+        self._num_frames += 1
+        frame = lease.frame[: HEADER_BYTES + nbytes]
+        return self._start(self._receive(_FIRST_FRAME + number, frame, f"in frame {number}"), lease)
+
+    async def receive(self, lease: Lease | None, nbytes: int) -> Lease:
+        """See `ReceiveLink.receive`."""
+        assert lease is not None, "ucx receives into the sink's own leases"
+        if self._prepared:
+            promised, task = self._prepared.popleft()
+            assert promised is lease, "frames are received in the order they were prepared in"
+        else:
+            if self._lost and self._peer_through is None:
+                raise PeerLost(self._lost)
+            task = self._post(lease, nbytes)
+        started = time.monotonic()
+        await asyncio.wait({task, self.gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            # Told that the peer goes: what it sent whole is still on its way to us.
+            if self._peer_through is None or self._num_through >= self._peer_through:
+                raise PeerLost(f"{self._lost}; frame {self._num_through} never came")
+            await asyncio.wait({task})
+        task.result()
+        self._account(time.monotonic() - started, nbytes)
+        if payload_bytes(lease.header) != nbytes:
+            raise IntegrityError(
+                f"a frame of {payload_bytes(lease.header)} bytes came where {nbytes} were planned"
+            )
+        self._num_through += 1
+        self.wire_bytes += nbytes
+        return lease
+
+    def _account(self, seconds: float, nbytes: int) -> None:
+        size = HEADER_BYTES + nbytes
+        self._seconds_per_byte = min(self._seconds_per_byte, seconds / size)
+        self.waiting_seconds += seconds - self._seconds_per_byte * size
+
+
+class UcxTransport(Transport):
+    """See the module. All transports of a process share one worker and one loop."""
+
+    name: ClassVar[str] = "ucx"
+
+    def __init__(self, *, drain_seconds: float = DRAIN_SECONDS) -> None:
+        self.drain_seconds = drain_seconds
+        self._address = b""
+        self._offers: set[bytes] = set()
+        self._links: set[_Link] = set()
+
+    async def start(self) -> None:
+        """Starts UCX; raises `MissingExtraError`, or `ConfigError` for a second loop."""
+        await asyncio.to_thread(_ucxx)  # the import takes a second
+        _worker.enter()
+        self._address = bytes(_ucxx().get_worker_address().tobytes())
+        _log.info("%s", await asyncio.to_thread(describe))
+
+    def address(self) -> bytes:
+        """This process's UCX worker address."""
+        return self._address
+
+    def offer(self, pool: Pool) -> Offer:
+        """See `Transport.offer`."""
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        self._offers.add(token)
+        return Offer(self._address, token)
+
+    async def accept(self, offer: Offer, sink_address: bytes) -> SendLink:
+        """See `Transport.accept`."""
+        if offer.token not in self._offers:
+            raise TransportError("this offer was withdrawn or never made here")
+        self._offers.remove(offer.token)
+        endpoint = await self._reach(sink_address)
+        link = UcxSendLink(self, endpoint, _base(offer.token), is_source=True)
+        await self._greet(link, link._receive(_HELLO, bytearray(_TOKEN_BYTES), "at its hello"))
+        await self._greet(link, link._send(_WELCOME, offer.token, "at its welcome"))
+        return link
+
+    async def connect(self, offer: Offer) -> ReceiveLink:
+        """See `Transport.connect`. A source that does not know the token gives no answer."""
+        if len(offer.token) != _TOKEN_BYTES:
+            raise TransportError("the offer is not one of ucx")
+        endpoint = await self._reach(offer.address)
+        link = UcxReceiveLink(self, endpoint, _base(offer.token), is_source=False)
+        await self._greet(link, link._send(_HELLO, offer.token, "at its hello"))
+        await self._greet(link, link._receive(_WELCOME, bytearray(_TOKEN_BYTES), "at its welcome"))
+        return link
+
+    async def _reach(self, address: bytes) -> Any:
+        ucxx = _ucxx()
+        with _errors("before it was reached"):
+            return await ucxx.create_endpoint_from_worker_address(
+                ucxx.get_ucx_address_from_buffer(address), True
+            )
+
+    @staticmethod
+    async def _greet(link: _Link, request: Coroutine[Any, Any, None]) -> None:
+        task = link._start(request)
+        try:
+            await asyncio.wait({task})
+            task.result()
+        except BaseException:
+            await link.abort()
+            raise
+
+    async def close(self) -> None:
+        """See `Transport.close`."""
+        self._offers.clear()
+        async with asyncio.TaskGroup() as group:
+            for link in self._links:
+                group.create_task(link.abort())
+        if self._address:
+            self._address = b""
+            await _worker.leave()
+
+
+def _base(token: bytes) -> int:
+    return int.from_bytes(token, "little")
+
+
+def describe() -> str:
+    """What UCX really uses in this process, in one line; needs a started transport."""
+    ucxx = _ucxx()
+    transports = sorted(ucxx.get_active_transports())
+    version = ".".join(map(str, ucxx.get_ucx_version()))
+    if any(name.startswith(_RDMA) for name in transports):
+        rdma = "RDMA in use"
+    elif has_rdma():
+        rdma = "an RDMA device is here, but UCX does not use it"
+    else:
+        rdma = "no RDMA (not compiled into this UCX, or no device)"
+    return f"UCX {version}, UCXX {ucxx.__version__}: {', '.join(transports)}; {rdma}"
