@@ -15,7 +15,7 @@ from streamsync.engines.gate import Gates
 from streamsync.engines.placement import Scope, place_gates, unguarded
 from streamsync.errors import EngineError, StreamsyncError, VersionError
 from streamsync.layout.group import group_of
-from streamsync.layout.module import bind_module
+from streamsync.layout.model import bind_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -39,10 +39,10 @@ class TorchEngine(Engine):
     returns when the version it ran on is committed; when that version can't finish it raises
     `PoisonedStepError`, and what it wrote (a KV cache) must be dropped with it. What is not seen:
     `model.forward(...)` without the call, calls of modules inside a layer from outside of it, and
-    direct reads of parameters; put them into `with engine.forward():`, which also keeps several
-    calls on one version.
+    direct reads of parameters (also by hooks registered after the engine was made); put them into
+    `with engine.forward():`, which also keeps several calls on one version.
 
-    `binding` defaults to `bind_module(model, side="sink")`; the engine keeps it alive and takes no
+    `binding` defaults to `bind_model(model, side="sink")`; the engine keeps it alive and takes no
     other reference to the weights. `gate_seconds` bounds what one forward waits in all.
     `post_load` refreshes derived tensors of a group in place, once per landed group, under
     `torch.no_grad`. Raises `EngineError` for tensors that no gate guards and for a hook of an
@@ -62,7 +62,7 @@ class TorchEngine(Engine):
         gate_seconds: float = 60.0,
         post_load: Mapping[str, Callable[[], None]] | None = None,
     ) -> None:
-        self._binding = bind_module(model, side="sink") if binding is None else binding
+        self._binding = bind_model(model, side="sink") if binding is None else binding
         self._groups = frozenset(group_of(t.name) for t in self._binding.layout.tensors)
         self._post_load = dict(post_load or {})
         if unknown := sorted(self._post_load.keys() - self._groups):
@@ -216,9 +216,9 @@ class TorchEngine(Engine):
             if module is watched:
                 self._gates.leave_forward(module)
 
-        # Holding comes before the user's own hooks, which could leak an output; leaving after them,
-        # because they may read weights, and also after a failure (torch silences what such a hook
-        # raises then, so leaving never raises).
+        # Holding comes before all hooks of the user, which could leak an output. Leaving comes
+        # after those that were there first, which may read weights, and also after a failure (torch
+        # turns what a hook raises then into a warning, so leaving never raises).
         self._handles += (
             watched.register_forward_pre_hook(enter, prepend=True),
             watched.register_forward_hook(hold, prepend=True),

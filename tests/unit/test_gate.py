@@ -215,10 +215,15 @@ def test_an_exception_in_a_forward_leaves_nothing_behind() -> None:
     gates = Gates()
     gates.arm(V1, ("a",), whole=False, deadline=LONG)
     gates.open(V1, "a")
-    for error in (RuntimeError, KeyboardInterrupt):
-        with pytest.raises(error), gates.forward():
+
+    def fail(error: type[BaseException]) -> None:
+        with gates.forward():
             gates.pass_gate(A)
             raise error  # and nobody waits for COMMIT
+
+    for error in (RuntimeError, KeyboardInterrupt):
+        with pytest.raises(error):
+            fail(error)
     assert gates.statistics().num_active == 0
     gates.commit(V1)
     gates.arm(V2, ("a",), whole=False, deadline=LONG)
