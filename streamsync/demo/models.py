@@ -53,3 +53,8 @@ def demo_model(name: ModelName, folder: str) -> DemoModel:
     from streamsync.demo.tiny import TinyModel
 
     return TinyModel()
+
+
+def version_steps(model: DemoModel, syncs: int) -> range:
+    """The optimizer steps after which the trainer publishes; the first is the checkpoint itself."""
+    return range(0, syncs * model.steps_per_sync, model.steps_per_sync)

@@ -1,0 +1,138 @@
+"""What the demo's processes tell each other: one JSON object a line, over a unix socket."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+
+from streamsync.config import TransportName
+from streamsync.demo.options import ModelName
+from streamsync.observability.probe import Event
+from streamsync.types import Apply, SyncReport, Version
+
+Role = Literal["trainer", "engine"]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Base of all of them; the JSON object's `type` is the class's name."""
+
+
+class Setup(Message):
+    """To a child, its first: everything it has to know. The secret is never on a command line."""
+
+    hub: str
+    secret: str
+    transport: TransportName
+    model: ModelName
+    folder: str
+    """The model's own files, as `models.prepare` returned it."""
+    scratch: str
+    """Where copies and snapshots go."""
+    apply: Apply
+    syncs: int
+    num_source_ranks: int
+
+
+class Proceed(Message):
+    """To the trainer: sync number `index` may begin, the one before is checked and answered."""
+
+    index: int
+
+
+class Stop(Message):
+    """To the engine: no more tokens are needed."""
+
+
+class Hello(Message):
+    """From a child, its first."""
+
+    role: Role
+    rank: int
+    pid: int
+
+
+class Ready(Message):
+    """From a child: its model is built and it is a member."""
+
+    num_parameters: int
+
+
+class Planned(Message):
+    """From the engine: what every sync will move."""
+
+    groups: tuple[str, ...]
+    needed_bytes: int
+
+
+class Happened(Message):
+    """From a child: an event of its probe."""
+
+    event: Event
+
+
+class Copied(Message):
+    """From a trainer rank, before it publishes: where its own shards lie, saved without streamsync."""
+
+    index: int
+    path: str
+
+
+class Published(Message):
+    """From a trainer rank: a version was committed by the engine; this rank's account of it."""
+
+    index: int
+    report: SyncReport
+
+
+class Installed(Message):
+    """From the engine: a version was committed; its account, and where its parameters were saved."""
+
+    index: int
+    report: SyncReport
+    path: str
+
+
+class Answered(Message):
+    """From the engine: the answers to all prompts, each from first to last token by `version`."""
+
+    version: Version
+    answers: tuple[str, ...]
+
+
+class Failed(Message):
+    """From a child, instead of all that would follow: the error's own text and its traceback."""
+
+    text: str
+    is_bad_input: bool
+    trace: str
+
+
+class Done(Message):
+    """From a child, its last."""
+
+
+ToChild = Setup | Proceed | Stop
+ToParent = Hello | Ready | Planned | Happened | Copied | Published | Installed | Answered | Failed | Done
+
+LINE_LIMIT: Final = 1 << 20
+"""Longest line, in bytes."""
+
+_encoder = msgspec.json.Encoder()
+_to_child: msgspec.json.Decoder[ToChild] = msgspec.json.Decoder(ToChild)
+_to_parent: msgspec.json.Decoder[ToParent] = msgspec.json.Decoder(ToParent)
+
+
+def encode(message: Message) -> bytes:
+    """One line."""
+    return _encoder.encode(message) + b"\n"
+
+
+def decode_to_child(line: bytes) -> ToChild:
+    """What the parent said; `msgspec.DecodeError` when it is no such message."""
+    return _to_child.decode(line)
+
+
+def decode_to_parent(line: bytes) -> ToParent:
+    """What a child said; `msgspec.DecodeError` when it is no such message."""
+    return _to_parent.decode(line)
