@@ -7,16 +7,18 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
 from streamsync.demo import messages
 from streamsync.demo.messages import Done, Failed, Hello, Message, Role, ToParent
 from streamsync.errors import ConfigError, StreamsyncError, TransferTimeout
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+    from pathlib import Path
+    from types import TracebackType
 
 _MOST_PATH_BYTES: Final = 100
 _TERM_SECONDS: Final = 3.0
@@ -93,7 +95,9 @@ class Crew:
         for pidfd in self._pidfds:
             os.close(pidfd)
 
-    async def start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    async def start(
+        self, name: str, arguments: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
         """Starts `python -m arguments... SOCKET` in a process group of its own; what it prints goes
         to a file."""
         with (self._folder / f"{name}.log").open("wb") as log:
@@ -150,7 +154,7 @@ class Crew:
                     return self._lost(name, name)
 
     async def _root_cause(self, first: ChildFailed) -> ChildFailed:
-        """One child's failure makes others fail: of all that come soon, the one a person can cure."""
+        """One failure makes others: of all that come soon, the one that a person can cure."""
         failures = [first]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ROOT_CAUSE_SECONDS):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,7 +21,11 @@ from streamsync.engines.torch_module import TorchEngine
 from streamsync.observability.probe import Event, Probe
 from streamsync.plan.plan import CastRule, Rules
 from streamsync.subscriber import Subscriber
-from streamsync.types import Version
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from streamsync.types import Version
 
 _SETUP_SECONDS = 60.0
 _VERSION_SECONDS = 900.0
@@ -36,7 +40,12 @@ class Watcher:
     """
 
     def __init__(
-        self, subscriber: Subscriber, module: nn.Module, steps: Sequence[int], setup: Setup, link: Link
+        self,
+        subscriber: Subscriber,
+        module: nn.Module,
+        steps: Sequence[int],
+        setup: Setup,
+        link: Link,
     ) -> None:
         self._subscriber, self._module, self._steps = subscriber, module, steps
         self._folder, self._link = Path(setup.scratch), link

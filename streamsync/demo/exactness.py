@@ -8,15 +8,17 @@ the shards together, casts with torch and compares bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from streamsync.errors import IntegrityError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
 
 _PLACES: Final = "places"
 
@@ -59,10 +61,11 @@ def mismatched(shard_paths: Sequence[Path], parameters_path: Path) -> list[str]:
     """
     from safetensors import safe_open
 
-    files = [safe_open(path, framework="pt") for path in shard_paths]
+    # safetensors' own types say nothing of what these return.
+    files: list[Any] = [safe_open(path, framework="pt") for path in shard_paths]
     places = [json.loads(file.metadata()[_PLACES]) for file in files]
     present = [set(file.keys()) for file in files]
-    engine = safe_open(parameters_path, framework="pt")
+    engine: Any = safe_open(parameters_path, framework="pt")
     engine_names, trainer_names = set(engine.keys()), {name for place in places for name in place}
     wrong = engine_names ^ trainer_names
     for name in sorted(engine_names & trainer_names):
@@ -78,7 +81,9 @@ def mismatched(shard_paths: Sequence[Path], parameters_path: Path) -> list[str]:
     return sorted(wrong)
 
 
-def paste(name: str, shape: tuple[int, ...], parts: Sequence[tuple[Any, torch.Tensor]]) -> torch.Tensor:
+def paste(
+    name: str, shape: tuple[int, ...], parts: Sequence[tuple[Any, torch.Tensor]]
+) -> torch.Tensor:
     """The whole tensor of `shape` from (corner, shard) pairs that cover it exactly once."""
     if not parts:
         if 0 in shape:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from streamsync.demo.instructions import Tokenizer
 from streamsync.errors import PoisonedStepError
-from streamsync.types import Version
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from streamsync.demo.instructions import Tokenizer
+    from streamsync.types import Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib.resources import files
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 IGNORED: Final = -100
 """The label that torch's cross entropy leaves out."""

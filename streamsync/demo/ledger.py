@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from streamsync.demo.crew import Sender
 from streamsync.demo.messages import (
@@ -18,8 +18,10 @@ from streamsync.demo.messages import (
     Ready,
     ToParent,
 )
-from streamsync.observability.probe import Event
-from streamsync.types import SyncReport, Version
+
+if TYPE_CHECKING:
+    from streamsync.observability.probe import Event
+    from streamsync.types import SyncReport, Version
 
 ENGINE: Final = Sender("engine", 0)
 

@@ -8,8 +8,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from streamsync.demo import messages
 from streamsync.demo.messages import Done, Failed, Happened, Hello, Message, Role, ToChild
@@ -21,7 +20,11 @@ from streamsync.errors import (
     StreamsyncError,
     TransferTimeout,
 )
-from streamsync.observability.probe import Event
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from streamsync.observability.probe import Event
 
 _T = TypeVar("_T")
 _FLUSH_SECONDS = 10.0

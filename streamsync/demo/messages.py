@@ -18,7 +18,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of all of them; the JSON object's `type` is the class's name."""
 
 
-class Setup(Message):
+class Setup(Message, frozen=True):
     """To a child, its first: everything it has to know. The secret is never on a command line."""
 
     hub: str
@@ -34,17 +34,17 @@ class Setup(Message):
     num_source_ranks: int
 
 
-class Proceed(Message):
+class Proceed(Message, frozen=True):
     """To the trainer: sync number `index` may begin, the one before is checked and answered."""
 
     index: int
 
 
-class Stop(Message):
+class Stop(Message, frozen=True):
     """To the engine: no more tokens are needed."""
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """From a child, its first."""
 
     role: Role
@@ -52,55 +52,55 @@ class Hello(Message):
     pid: int
 
 
-class Ready(Message):
+class Ready(Message, frozen=True):
     """From a child: its model is built and it is a member."""
 
     num_parameters: int
 
 
-class Planned(Message):
+class Planned(Message, frozen=True):
     """From the engine: what every sync will move."""
 
     groups: tuple[str, ...]
     needed_bytes: int
 
 
-class Happened(Message):
+class Happened(Message, frozen=True):
     """From a child: an event of its probe."""
 
     event: Event
 
 
-class Copied(Message):
-    """From a trainer rank, before it publishes: where its own shards lie, saved without streamsync."""
+class Copied(Message, frozen=True):
+    """From a trainer rank, before it publishes: where it saved its shards without streamsync."""
 
     index: int
     path: str
 
 
-class Published(Message):
+class Published(Message, frozen=True):
     """From a trainer rank: a version was committed by the engine; this rank's account of it."""
 
     index: int
     report: SyncReport
 
 
-class Installed(Message):
-    """From the engine: a version was committed; its account, and where its parameters were saved."""
+class Installed(Message, frozen=True):
+    """From the engine: a version is committed; its account, and where its parameters lie."""
 
     index: int
     report: SyncReport
     path: str
 
 
-class Answered(Message):
+class Answered(Message, frozen=True):
     """From the engine: the answers to all prompts, each from first to last token by `version`."""
 
     version: Version
     answers: tuple[str, ...]
 
 
-class Failed(Message):
+class Failed(Message, frozen=True):
     """From a child, instead of all that would follow: the error's own text and its traceback."""
 
     text: str
@@ -108,12 +108,14 @@ class Failed(Message):
     trace: str
 
 
-class Done(Message):
+class Done(Message, frozen=True):
     """From a child, its last."""
 
 
 ToChild = Setup | Proceed | Stop
-ToParent = Hello | Ready | Planned | Happened | Copied | Published | Installed | Answered | Failed | Done
+ToParent = (
+    Hello | Ready | Planned | Happened | Copied | Published | Installed | Answered | Failed | Done
+)
 
 LINE_LIMIT: Final = 1 << 20
 """Longest line, in bytes."""

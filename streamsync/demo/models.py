@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from streamsync.demo import smollm2
-from streamsync.demo.options import ModelName
 
 if TYPE_CHECKING:
     from torch import nn
 
     from streamsync.demo.instructions import Tokenizer
+    from streamsync.demo.options import ModelName
 
 
 class DemoModel(Protocol):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from streamsync.config import TransportName
 from streamsync.errors import ConfigError
-from streamsync.types import Apply
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from streamsync.config import TransportName
+    from streamsync.types import Apply
 
 ModelName = Literal["smollm2", "tiny"]
 

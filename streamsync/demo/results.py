@@ -22,8 +22,9 @@ class SyncResult(msgspec.Struct, frozen=True, kw_only=True):
 
     `seconds` run from the first source's start to the engine's COMMIT, `bytes` were counted by the
     transport. `first_layer_seconds` is the engine's; `publish_blocked_seconds` the slowest rank's.
-    `stall_seconds` is the longest gap between tokens during the sync minus the median gap, `overlap`
-    the share of the time in which at least two stages worked at once. Stages are sums over ranks.
+    `stall_seconds` is the longest gap between tokens during the sync minus the median gap,
+    `overlap` the share of the time in which at least two stages worked at once. Stages are sums
+    over ranks.
     """
 
     version: str
@@ -58,7 +59,7 @@ class DemoResults(msgspec.Struct, frozen=True, kw_only=True):
     wire_bytes: int
     tokens_generated: int
     prompts: Sequence[str]
-    answers: list[Sequence[str]]
+    answers: Sequence[Sequence[str]]
     syncs: list[SyncResult]
 
 

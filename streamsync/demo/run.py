@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import signal
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -23,6 +23,8 @@ from streamsync.demo.timeline import joined_trace
 from streamsync.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from streamsync.demo.crew import Sender
     from streamsync.demo.options import DemoOptions
 
@@ -58,7 +60,7 @@ def main(options: DemoOptions) -> int:
         print(failure.trace, file=sys.stderr)
         print(f"streamsync: {failure}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         print("streamsync: interrupted", file=sys.stderr)
         return 130
     if options.json is not None:
@@ -68,6 +70,10 @@ def main(options: DemoOptions) -> int:
 
 async def _run(options: DemoOptions, ledger: Ledger, screen: Screen) -> tuple[DemoResults, str]:
     """Everything that needs the children; returns the results and the trace's path."""
+    task = asyncio.current_task()
+    assert task is not None
+    # Like Ctrl-C: the children and the scratch folder must go with this process.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     _check_extras()
     if options.model == "smollm2":
         screen.line("preparing SmolLM2-135M-Instruct (converted once, then cached)")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from streamsync.demo.results import DemoResults, SyncResult
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from streamsync.demo.results import DemoResults, SyncResult
 
 
 class Screen(AbstractContextManager["Screen"], ABC):
@@ -36,8 +38,9 @@ class PlainScreen(Screen):
 def sync_line(sync: SyncResult, transport: str) -> str:
     """A sync in one line."""
     return (
-        f"version {sync.version}: {sync.bytes / 1e6:,.1f} MB by {transport} in {sync.seconds:.2f} s, "
-        f"{sync.gb_per_s:.2f} GB/s; publish() blocked {sync.publish_blocked_seconds:.2f} s, "
+        f"version {sync.version}: {sync.bytes / 1e6:,.1f} MB by {transport} in "
+        f"{sync.seconds:.2f} s, {sync.gb_per_s:.2f} GB/s; "
+        f"publish() blocked {sync.publish_blocked_seconds:.2f} s, "
         f"generation stalled {sync.stall_seconds:.2f} s; "
         + (
             f"{sync.mismatched_tensors} TENSORS DIFFER"
@@ -86,8 +89,8 @@ def summary(results: DemoResults, trace: str) -> list[str]:
         ]
     lines += [
         "",
-        f"{results.tokens_generated} tokens generated meanwhile; {results.wire_bytes:,} bytes on the "
-        f"wire per sync, {results.needed_bytes:,} needed.",
+        f"{results.tokens_generated} tokens generated meanwhile; {results.wire_bytes:,} bytes on "
+        f"the wire per sync, {results.needed_bytes:,} needed.",
         f"Trace of all processes, for ui.perfetto.dev: {trace}",
         *(f"FAILED: {failure}" for failure in results.failures),
     ]
@@ -104,5 +107,6 @@ def table(columns: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
     widths = [max(len(head), *map(len, cells)) for head, cells in columns]
     rows = [[head for head, _ in columns], *zip(*(cells for _, cells in columns), strict=True)]
     return [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
     ]

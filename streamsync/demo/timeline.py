@@ -6,12 +6,16 @@ All times are `time.monotonic()` seconds, which the processes of one Linux host 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from streamsync.observability.probe import Event
 from streamsync.observability.trace import Trace, build_trace, overlap
 from streamsync.types import STAGE_NAMES, Version
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from streamsync.observability.probe import Event
 
 
 def stall(token_times: Sequence[float], began: float, ended: float) -> float:

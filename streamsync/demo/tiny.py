@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
 
     from streamsync.demo.instructions import Tokenizer
@@ -61,9 +63,9 @@ class TinyModel:
         return self._build(_SEED + 1, torch.bfloat16)
 
     def _build(self, seed: int, dtype: torch.dtype) -> nn.Module:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        config = LlamaConfig(
+        # Typed differently from release to release, hence not imported by name.
+        transformers: Any = import_module("transformers")
+        config = transformers.LlamaConfig(
             vocab_size=_VOCABULARY,
             hidden_size=60,
             intermediate_size=101,
@@ -80,5 +82,5 @@ class TinyModel:
             attn_implementation="eager",
         )
         torch.manual_seed(seed)
-        model: nn.Module = LlamaForCausalLM(config).to(dtype)
+        model: nn.Module = transformers.LlamaForCausalLM(config).to(dtype)
         return model
