@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
 from streamsync.plan.refusal import Findings, suggest_renames
+from streamsync.types import DTYPE_ITEMSIZES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -246,6 +247,9 @@ def _agrees(spec: TensorSpec, source: Held, rules: Rules, findings: Findings) ->
     if spec.shape != source.shape:
         theirs = f"{source.dtype}{list(source.shape)}"
         findings.add("shape", spec.name, f"{ours}, {theirs} at {source.rank}{called}")
+        return False
+    if not {spec.dtype, source.dtype} <= DTYPE_ITEMSIZES.keys():
+        findings.add("unknown", spec.name, f"{ours}, {source.dtype} at {source.rank}{called}")
         return False
     if spec.dtype == source.dtype or any(
         rule.source == source.dtype

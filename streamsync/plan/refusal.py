@@ -10,7 +10,9 @@ from streamsync.errors import PlanError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-Kind = Literal["missing", "extra", "shape", "dtype", "hole", "overlap", "disagree", "layout"]
+Kind = Literal[
+    "missing", "extra", "shape", "dtype", "unknown", "hole", "overlap", "disagree", "layout"
+]
 
 MAX_ITEMS: Final = 10
 """Findings of one kind that a message lists; the rest is counted."""
@@ -29,6 +31,10 @@ _TEXTS: Final[dict[Kind, tuple[str, str]]] = {
     ),
     "shape": ("of another shape at the source", "load the same model configuration on both sides"),
     "dtype": ("of another dtype at the source, without a rule that allows the cast", ""),
+    "unknown": (
+        "of a dtype that can't travel",
+        "waive them at the sink and list them in Rules.unused",
+    ),
     "hole": (
         "only partly held by the sources",
         "a source rank is absent or its layout misses a shard (lost parallel metadata): add it",

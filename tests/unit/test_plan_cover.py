@@ -1,0 +1,65 @@
+"""Cutting a sink's box along the boxes of its sources."""
+
+from __future__ import annotations
+
+from streamsync.layout.region import Box, View
+from streamsync.plan.cover import extent, first_overlap, split, without
+from streamsync.plan.match import Holding
+
+NOWHERE = View(0, 0, (1, 1))
+
+
+def held(rank: str, start: tuple[int, int], shape: tuple[int, int]) -> Holding:
+    return Holding(rank, Box(start, shape), NOWHERE)
+
+
+def test_equal_boxes_are_not_cut() -> None:
+    need = Box((0, 0), (4, 4))
+    parts, covered = split(need, [held("a", (0, 0), (4, 4)), held("b", (0, 0), (8, 8))])
+    assert covered
+    assert [(box, [h.rank for h in hs]) for box, hs in parts] == [(need, ["a", "b"])]
+
+
+def test_unequal_boxes_are_cut_where_the_holders_change() -> None:
+    need = Box((0, 0), (4, 4))
+    parts, covered = split(need, [held("a", (0, 0), (3, 4)), held("b", (2, 0), (2, 4))])
+    assert covered
+    assert [(str(box), [h.rank for h in hs]) for box, hs in parts] == [
+        ("[0:2, 0:4]", ["a"]),
+        ("[2:3, 0:4]", ["a", "b"]),
+        ("[3:4, 0:4]", ["b"]),
+    ]
+
+
+def test_a_grid_of_shards_covers() -> None:
+    grid = [held(f"{r}{c}", (2 * r, 2 * c), (2, 2)) for r in range(2) for c in range(2)]
+    need = Box((1, 1), (2, 2))
+    parts, covered = split(need, grid)
+    assert covered
+    assert [box.numel for box, _ in parts] == [1, 1, 1, 1]
+    assert not split(need, grid[1:])[1]
+
+
+def test_slices_with_a_gap_or_short_of_the_end_do_not_cover() -> None:
+    need = Box((0, 0), (6, 2))
+    assert not split(need, [held("a", (0, 0), (2, 2)), held("b", (3, 0), (3, 2))])[1]
+    assert not split(need, [held("a", (0, 0), (2, 2)), held("b", (2, 0), (3, 2))])[1]
+    assert not split(need, [])[1]
+
+
+def test_overlaps_are_found_along_any_dim() -> None:
+    columns = [Box((0, c), (4, 1)) for c in range(5)]
+    assert first_overlap(columns) is None
+    assert first_overlap([*columns, Box((3, 2), (9, 1))]) == Box((3, 2), (1, 1))
+    assert first_overlap([Box((), ()), Box((), ())]) == Box((), ())
+    assert first_overlap([]) is None
+
+
+def test_what_is_missing() -> None:
+    assert without(Box((0,), (10,)), [Box((2,), (3,)), Box((4,), (2,))]) == [
+        Box((0,), (2,)),
+        Box((6,), (4,)),
+    ]
+    assert extent(Box((2, 0), (3, 4)), (9, 4)) == "rows 2:5 of 9"
+    assert extent(Box((2, 1), (3, 3)), (9, 4)) == "box [2:5, 1:4]"
+    assert extent(Box((), ()), ()) == "everything"
