@@ -53,24 +53,24 @@ class Curve:
         """ZAP's question: may a client with this public key in?"""
         return bytes(key) == self._keys.public
 
-    def server(self, kind: int) -> zmq.asyncio.Socket:
-        """A socket that admits only members."""
-        socket = self._socket(kind)
+    def server(self, kind: int, endpoint: str) -> zmq.asyncio.Socket:
+        """A socket for `endpoint` that admits only members; not bound yet."""
+        socket = self._socket(kind, endpoint)
         socket.curve_server = True
         return socket
 
-    def client(self, kind: int) -> zmq.asyncio.Socket:
-        """A socket that talks only to members."""
-        socket = self._socket(kind)
+    def client(self, kind: int, endpoint: str) -> zmq.asyncio.Socket:
+        """A socket for `endpoint` that talks only to members; not connected yet."""
+        socket = self._socket(kind, endpoint)
         socket.curve_serverkey = self._keys.public
         return socket
 
-    def _socket(self, kind: int) -> zmq.asyncio.Socket:
+    def _socket(self, kind: int, endpoint: str) -> zmq.asyncio.Socket:
         socket = self.context.socket(kind)
         socket.curve_publickey, socket.curve_secretkey = self._keys
         socket.linger = 0
         socket.sndhwm = socket.rcvhwm = 0
-        socket.ipv6 = True
+        socket.ipv6 = "[" in endpoint  # else an IPv4 listener would show an address mapped to IPv6
         socket.heartbeat_ivl = 2000
         socket.heartbeat_timeout = 60_000
         socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 1000

@@ -25,7 +25,7 @@ from streamsync.control.messages import (
     Welcome,
 )
 from streamsync.control.protocol.membership import Member, Membership
-from streamsync.control.session import Listener
+from streamsync.control.sockets import Listener
 from streamsync.errors import ControlError
 from streamsync.runtime.loop import LoopThread
 

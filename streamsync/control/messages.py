@@ -1,9 +1,9 @@
 """Every message of the control plane: msgpack of tagged msgspec structs, nothing else.
 
-Between a member and the hub: Join .. Gone. Between a sink rank and a source rank, per
-subscription: Subscribe, Subscribed, Linked, Refused; per sync: Begin, Credit (coalesced), End, Ack,
-and on trouble Withdrawn, DropRequest, SendFailure. Between a rank and its replica's coordinator:
-Enlist, Word, Order. `Error` answers any request that failed.
+Between a member and the hub: Join .. Changed. Between a sink rank and a source rank, per
+subscription: Subscribe, Subscribed, Linked (or PlanRefused); per sync: Begin, Credit (coalesced),
+End, Ack, and on trouble Withdrawn, DropRequest. Between a rank and its replica's coordinator:
+Enlist, Enlisted, Word, Order. `Error` answers any request that failed, `Goodbye` ends a session.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from streamsync.config import TransportName
 from streamsync.errors import ControlError
 from streamsync.layout.region import Layout
 from streamsync.plan.plan import Share
@@ -139,9 +140,10 @@ class Subscribe(Message, frozen=True, kw_only=True):
     protocol: int
     sink: str
     replica: str
+    num_ranks: int
     incarnation: str
     share: Share
-    transport: str
+    transport: TransportName
     transport_address: bytes
     place: Place
     expected_incarnation: str
@@ -156,8 +158,18 @@ class Subscribed(Message, frozen=True, kw_only=True):
     lease_bytes: int
 
 
+class PlanRefused(Message, frozen=True, kw_only=True):
+    """Sink → source, instead of Subscribe: no plan is possible, and why."""
+
+    sink: str
+    text: str
+
+
 class Linked(Message, frozen=True, kw_only=True):
-    """Source → sink: the data link stands; announcements may follow."""
+    """Source → sink: the data link stands; announcements may follow. `missed` is the newest version
+    begun before that, which this sink can't have."""
+
+    missed: Version | None = None
 
 
 class Begin(Message, frozen=True, kw_only=True):
@@ -249,8 +261,8 @@ class Error(Message, frozen=True, kw_only=True):
 
 AnyMessage = (
     Join | Welcome | Alive | AliveReply | Leave | AskSources | Sources | AskReplica | ReplicaInfo
-    | Changed | Subscribe | Subscribed | Linked | Begin | Credit | End | Ack | Withdrawn
-    | DropRequest | Enlist | Enlisted | Word | Order | Goodbye | Error
+    | Changed | Subscribe | Subscribed | PlanRefused | Linked | Begin | Credit | End | Ack
+    | Withdrawn | DropRequest | Enlist | Enlisted | Word | Order | Goodbye | Error
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

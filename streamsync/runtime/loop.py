@@ -77,7 +77,8 @@ class LoopThread:
         An interrupt (Ctrl-C) cancels it. Raises what it raises, or why the loop ended meanwhile.
         """
         future = self.submit(coroutine)
-        concurrent.futures.wait((future, self._ended), return_when="FIRST_COMPLETED")
+        both: tuple[concurrent.futures.Future[Any], ...] = (future, self._ended)
+        concurrent.futures.wait(both, return_when="FIRST_COMPLETED")
         if not future.done():
             future.cancel()
             raise StreamsyncError(f"{self.name} ended: {self._why_ended()}")

@@ -188,7 +188,8 @@ class Pool:
         account.reserve_offset = -1
         self._serve()
 
-    def _limit(self, account: Account) -> int:
+    def limit_bytes(self, account: Account) -> int:
+        """How many frame bytes `account` may hold at once."""
         if account.maximum_bytes is not None:
             return max(account.maximum_bytes, account.minimum_bytes)
         return self.capacity_bytes // max(1, len(self._accounts))
@@ -199,7 +200,7 @@ class Pool:
         if nbytes <= account.minimum_bytes and account.reserve_free and account.reserve_offset >= 0:
             account.reserve_free = False
             return self._lend(account, account.reserve_offset, nbytes, from_reserve=True)
-        if account.used_bytes + size > self._limit(account):
+        if account.used_bytes + size > self.limit_bytes(account):
             return None
         offset = self._carve(size)
         return None if offset is None else self._lend(account, offset, nbytes, from_reserve=False)
@@ -207,11 +208,11 @@ class Pool:
     async def acquire(self, account: Account, nbytes: int) -> Lease:
         """See `Account.acquire`."""
         if frame_bytes(nbytes) > self.capacity_bytes or (
-            nbytes > account.minimum_bytes and frame_bytes(nbytes) > self._limit(account)
+            nbytes > account.minimum_bytes and frame_bytes(nbytes) > self.limit_bytes(account)
         ):
             raise ConfigError(
                 f"a lease of {nbytes} bytes can never fit: pool_bytes={self.capacity_bytes}, "
-                f"its account's limit is {self._limit(account)}",
+                f"its account's limit is {self.limit_bytes(account)}",
                 peer=account.name,
             )
         if not any(w.account is account for w in self._waiters):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,6 +11,9 @@ from streamsync.observability.probe import Event, Probe
 from streamsync.types import StageName, StageReport, Version
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from concurrent.futures import Executor
+
     from streamsync.plan.plan import Bucket
 
 T = TypeVar("T")

@@ -15,8 +15,6 @@ import torch
 from streamsync.layout.binding import Binding, torch_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from streamsync.plan.plan import Bucket, Share
 
 
@@ -37,7 +35,7 @@ class _Run:
 
     def packed(self, payload: torch.Tensor) -> list[torch.Tensor]:
         flat = payload[self.start : self.stop].view(self.dtype)
-        parts = list(flat.split(self.numels))
+        parts = list(torch.split(flat, self.numels))
         for index, shape in enumerate(self.shapes):
             if shape is not None:
                 parts[index] = parts[index].view(shape)
@@ -86,7 +84,7 @@ class BucketCopies:
     read_back = gather
 
 
-def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     if len(targets) == 1:
         targets[0].copy_(sources[0])
     else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from streamsync.runtime.channel import EndOfStream
+from streamsync.runtime.channel import BrokenChannel, EndOfStream
 from streamsync.runtime.header import BucketHeader
 from streamsync.stages.clock import run_timed
 from streamsync.stages.stream import Filled
@@ -35,7 +35,7 @@ async def pin(
     executor: Executor,
 ) -> None:
     """Finishes every bucket of `source` and gives it to each of `outs` (one a peer), which then
-    hold one reference each. Cancelling leaks no lease."""
+    hold one reference each. A peer whose half is closed gets no more. Cancelling leaks no lease."""
     share = stream.share
     try:
         while True:
@@ -68,6 +68,8 @@ async def pin(
                     try:
                         with clock.blocked():
                             await out.send(done, bucket.nbytes)
+                    except BrokenChannel:  # that peer dropped out; the others go on
+                        lease.release()
                     except BaseException:
                         lease.release()
                         raise

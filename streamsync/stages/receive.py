@@ -102,7 +102,7 @@ class Receiver:
                     landed = await self._link.receive(lease, bucket.nbytes)
             except TimeoutError:
                 raise TransferTimeout(
-                    f"nothing came for {self._progress_seconds:g} s: the source is stopped or stuck",
+                    f"nothing came for {self._progress_seconds:g} s: the source is stopped",
                     peer=share.source,
                     bucket=bucket.index,
                     stage="receive",

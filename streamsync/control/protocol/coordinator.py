@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from streamsync.control.protocol.rank import Abort, Arm, Commit, Go, Prepare, Quarantine
 from streamsync.control.protocol.timer import CancelTimer, SetTimer, TimerExpired
-from streamsync.types import Version
+
+if TYPE_CHECKING:
+    from streamsync.types import Version
 
 
 class Phase(Enum):

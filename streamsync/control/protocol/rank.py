@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from streamsync.control.protocol.timer import CancelTimer, SetTimer, TimerExpired
-from streamsync.types import Version
+
+if TYPE_CHECKING:
+    from streamsync.types import Version
 
 
 class RankState(Enum):
@@ -202,7 +204,7 @@ class StartLoading:
 
 @dataclass(frozen=True, slots=True)
 class DropReceived:
-    """Stop receiving `version` and give its leases back. `disarm`: open the gates on the old one."""
+    """Stop receiving `version`, give its leases back; `disarm`: open the gates on the old one."""
 
     version: Version
     disarm: bool
@@ -259,10 +261,7 @@ class RankMachine:
             case Announced(source, version):
                 return self._announced(source, version)
             case Withdrawn(source, version, text, superseded):
-                if source not in self.sources:
-                    return []
-                state: Literal["superseded", "failed"] = "superseded" if superseded else "failed"
-                return self._fail(version, f"{source}: {text}", state)
+                return self._withdrawn(source, version, text, superseded)
             case SourceLost(source, text):
                 return self._source_lost(source, text)
             case AskedToDrop(source, version):
@@ -327,6 +326,21 @@ class RankMachine:
             actions += [CancelTimer("announce", version), TellCoordinator("announced", version)]
         return actions
 
+    def _withdrawn(
+        self, source: str, version: Version, text: str, superseded: bool
+    ) -> list[Action]:
+        """Sources publish in order, so nothing up to `version` can complete any more, announced by
+        the others or not yet, except what is being received already."""
+        if source not in self.sources:
+            return []
+        state: Literal["superseded", "failed"] = "superseded" if superseded else "failed"
+        actions: list[Action] = []
+        for old in sorted(v for v in {*self.announced, self.target} if v is not None):
+            if old == version or (old < version and old != self.target):
+                actions += self._fail(old, f"{source}: {text}", state)
+        self._end(version)
+        return actions
+
     def _source_lost(self, source: str, text: str) -> list[Action]:
         if source not in self.sources:
             return []
@@ -379,7 +393,8 @@ class RankMachine:
         if self.target != version or self.state is not RankState.INSTALLING:
             return []
         self.state, self._rest = RankState.SERVING, RankState.SERVING
-        self.serving, self.target, self.over = version, None, version
+        self.serving, self.target = version, None
+        self._end(version)
         return [*_cancel(version), CommitEngine(version), AckSources(version, "committed")]
 
     def _abort(

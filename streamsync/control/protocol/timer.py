@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from streamsync.types import Version
+if TYPE_CHECKING:
+    from streamsync.types import Version
 
 TimerName = Literal["announce", "total", "arm", "gate", "lag"]
 

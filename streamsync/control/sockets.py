@@ -18,7 +18,6 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from streamsync.control.curve import Curve
 from streamsync.control.messages import AnyMessage, Error, Message, decode, encode
 from streamsync.errors import (
     ConfigError,
@@ -32,6 +31,8 @@ from streamsync.errors import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from streamsync.control.curve import Curve
 
 _log = logging.getLogger("streamsync.control")
 
@@ -76,19 +77,17 @@ class Listener:
         handle: Callable[[bytes, AnyMessage], None],
         lost: Callable[[bytes, str], None],
     ) -> None:
-        self._socket = curve.server(zmq.ROUTER)
+        endpoint = resolve_endpoint(host, port)
+        self._socket = curve.server(zmq.ROUTER, endpoint)
         self._socket.router_mandatory = True
         self._socket.router_handover = True
         self._handle = handle
         self._lost = lost
         try:
-            self._socket.bind(resolve_endpoint(host, port))
+            self._socket.bind(endpoint)
         except zmq.ZMQError as error:
             self._socket.close()
             raise ConfigError(f"can't listen on {host}:{port}: {error}") from error
-        except ConfigError:
-            self._socket.close()
-            raise
         self.endpoint = bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
 
     def send(self, peer: bytes, message: Message) -> None:
@@ -147,7 +146,7 @@ class Dialer:
         self._connected = False
         self._reached = False
         self._dead: str | None = None
-        self._socket = curve.client(zmq.DEALER)
+        self._socket = curve.client(zmq.DEALER, endpoint)
         self._socket.identity = os.urandom(16)
         self._monitor: zmq.asyncio.Socket = self._socket.get_monitor_socket(
             zmq.EVENT_CONNECTED

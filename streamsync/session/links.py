@@ -1,0 +1,52 @@
+"""The transports that this process has open, one of each kind, opened when first needed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from streamsync.transports.choice import open_transport
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+    from streamsync.config import Config, TransportName
+    from streamsync.transports.base import Transport
+
+
+def local_ucx() -> tuple[bool, bool]:
+    """Whether this process can use UCX, and whether with RDMA; imports nothing heavy."""
+    if importlib.util.find_spec("ucxx") is None:
+        return False, False
+    devices = Path("/sys/class/infiniband")
+    return True, devices.is_dir() and any(devices.iterdir())
+
+
+class OpenTransports:
+    """Owns transports; loop thread only."""
+
+    def __init__(self, config: Config, executor: Executor) -> None:
+        self._config = config
+        self._executor = executor
+        self._open: dict[str, Transport] = {}
+
+    async def get(self, name: TransportName) -> Transport:
+        """The transport called `name`; raises `ConfigError` or `MissingExtraError`."""
+        transport = self._open.get(name)
+        if transport is None:
+            transport = open_transport(name, self._config, self._executor)
+            await transport.start()
+            self._open[name] = transport
+        return transport
+
+    @property
+    def num_withheld(self) -> int:
+        """Leases that could not be taken back from a transport."""
+        return sum(t.num_withheld for t in self._open.values())
+
+    async def close(self) -> None:
+        """Closes all."""
+        for transport in self._open.values():
+            await transport.close()
+        self._open.clear()

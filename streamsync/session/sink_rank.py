@@ -1,0 +1,484 @@
+"""A sink rank's life: it plans, subscribes to its sources, takes one version after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from streamsync.control import messages as m
+from streamsync.control.curve import Curve
+from streamsync.control.member import HubMember
+from streamsync.control.protocol import rank as r
+from streamsync.control.protocol.timer import CancelTimer, SetTimer
+from streamsync.errors import (
+    ConfigError,
+    ControlError,
+    EngineError,
+    PlanError,
+    StreamsyncError,
+    TransportError,
+)
+from streamsync.plan.planner import make_plan
+from streamsync.runtime.pool import Pool, frame_bytes
+from streamsync.session.links import OpenTransports
+from streamsync.session.replica import Coordinator, Orders, RemoteCoordinator
+from streamsync.session.sink_sync import SinkSync
+from streamsync.session.subscription import Subscriptions
+from streamsync.session.timers import Timers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from streamsync.config import Config
+    from streamsync.engines.base import Engine
+    from streamsync.layout.binding import Binding
+    from streamsync.observability.probe import Probe
+    from streamsync.plan.plan import Plan, Rules
+    from streamsync.session.sink_peer import SinkPeer
+    from streamsync.types import Apply, Arm, SyncReport, Version
+
+_log = logging.getLogger("streamsync.sink")
+
+_KEPT_REPORTS = 64
+
+
+class SinkRank:
+    """Everything a sink does on its loop's thread. `Subscriber` is its face."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        hub: str,
+        secret: str,
+        replica: str,
+        rank: int,
+        num_ranks: int,
+        apply: Apply,
+        arm: Arm,
+        rules: Rules,
+        place: m.Place,
+        config: Config,
+        probe: Probe,
+        executor: concurrent.futures.Executor,
+    ) -> None:
+        self.name = f"{replica}/{rank}"
+        self._engine = engine
+        self._binding: Binding = engine.binding()
+        self._hub = hub
+        self._secret = secret
+        self._replica = replica
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._apply: Apply = apply
+        self._arm: Arm = arm
+        self._rules = rules
+        self._place = place
+        self._config = config
+        self._probe = probe
+        self._executor = executor
+        # One thread, so that the engine sees arm, open, commit and quarantine in order.
+        self._engine_executor = concurrent.futures.ThreadPoolExecutor(
+            1, thread_name_prefix=f"streamsync-{self.name}-engine"
+        )
+        self._machine = r.RankMachine()
+        self._sync: SinkSync | None = None
+        self._sync_task: asyncio.Task[None] | None = None
+        self._load_bytes_per_second = 0.0
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._stop = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._dirty = asyncio.Event()
+        self._closing = False
+        self._found: tuple[m.SourceInfo, ...] = ()
+        self.plan: Plan | None = None
+        self.error: StreamsyncError | None = None
+        self.reports: tuple[SyncReport, ...] = ()
+        self._pool: Pool
+        self._timers: Timers
+        self._member: HubMember
+        self._coordinator: Coordinator | RemoteCoordinator
+        self._subscriptions: Subscriptions
+        self._tasks: asyncio.TaskGroup
+
+    async def main(self, ready: Callable[[], None]) -> None:
+        """Lives until `stop`; raises what makes the rank unusable."""
+        curve = Curve(self._secret)
+        try:
+            curve.start()
+            self._pool = Pool(self._config.pool_bytes, self.name.replace("/", "-"))
+            transports = OpenTransports(self._config, self._executor)
+            self._timers = Timers(self._config.deadlines, self._feed)
+            self._member = HubMember(
+                curve, self._hub, self._join, self._dirty.set, self._config.deadlines.connect
+            )
+            self._subscriptions = Subscriptions(
+                curve,
+                self.name,
+                self._replica,
+                self._num_ranks,
+                self._place,
+                self._binding,
+                self._config,
+                self._pool,
+                transports,
+                self._executor,
+                lambda session: self._tasks.create_task(session),
+                message=self._on_source_message,
+                lost=self._on_source_lost,
+            )
+            self._coordinator = (
+                Coordinator(curve, self._replica, self._num_ranks, self._config, self._feed)
+                if self._rank == 0
+                else RemoteCoordinator(
+                    curve,
+                    self._member,
+                    self._replica,
+                    self._rank,
+                    self._num_ranks,
+                    self._config,
+                    self._feed,
+                    lambda text: self._feed(r.CoordinatorLost(text)),
+                )
+            )
+            try:
+                async with asyncio.TaskGroup() as self._tasks:
+                    running = [
+                        self._tasks.create_task(self._member.run()),
+                        self._tasks.create_task(self._coordinator.run()),
+                    ]
+                    try:
+                        await self._member.wait_joined()
+                        running.append(self._tasks.create_task(self._keep_subscribed()))
+                        ready()
+                        await self._stop.wait()
+                    finally:
+                        self._closing = True
+                        await self._close(running)
+            finally:
+                self._timers.close()
+                self._coordinator.close()
+                await transports.close()
+                self._pool.close()
+        finally:
+            curve.close()
+            self._engine_executor.shutdown(wait=True)
+
+    async def _close(self, running: list[asyncio.Task[None]]) -> None:
+        if self._machine.target is not None:
+            self._feed(r.Failed(self._machine.target, "the subscriber closes"))
+        if isinstance(self._coordinator, RemoteCoordinator):
+            self._coordinator.close()
+        self._member.leave()
+        await asyncio.sleep(0)
+        if self._sync_task is not None:
+            self._sync_task.cancel()
+            await asyncio.wait({self._sync_task})
+        for task in running:
+            task.cancel()
+        await self._subscriptions.drop_all("the subscriber closes")
+        self._changed.set()
+
+    def stop(self) -> None:
+        """Ends `main`."""
+        self._stop.set()
+
+    def _join(self, epoch: int) -> m.Join:
+        endpoint = self._coordinator.endpoint if isinstance(self._coordinator, Coordinator) else ""
+        return m.Join(
+            protocol=m.PROTOCOL,
+            name=self.name,
+            role="sink",
+            unit=self._replica,
+            rank=self._rank,
+            num_ranks=self._num_ranks,
+            endpoint=endpoint,
+            incarnation=self._place.process_id,
+            place=self._place,
+            epoch=epoch,
+        )
+
+    # --- the user's side --------------------------------------------------------------------
+
+    @property
+    def version(self) -> Version | None:
+        """The committed version; None before the first one or in quarantine."""
+        return None if self.state is r.RankState.QUARANTINED else self._machine.serving
+
+    @property
+    def state(self) -> r.RankState:
+        """Where this rank stands."""
+        return self._machine.state
+
+    async def wait(self, step: int, deadline: float) -> Version:
+        """See `Subscriber.wait`."""
+        try:
+            async with asyncio.timeout(deadline):
+                while True:
+                    version = self.version
+                    if version is not None and version.step >= step:
+                        return version
+                    if isinstance(self.error, PlanError | ConfigError):
+                        raise self.error
+                    if self._closing:
+                        raise ControlError("the subscriber was closed", rank=self.name)
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            why = f"; last trouble: {self.error}" if self.error else ""
+            raise TransportError(
+                f"step {step} was not committed within {deadline:g} s{why}", rank=self.name
+            ) from None
+
+    # --- subscriptions ----------------------------------------------------------------------
+
+    async def _keep_subscribed(self) -> None:
+        self._dirty.set()
+        while True:
+            await self._dirty.wait()
+            while self._machine.target is not None:  # a plan is frozen while a sync runs
+                self._changed.clear()
+                await self._changed.wait()
+            self._dirty.clear()
+            try:
+                await self._subscribe()
+            except (PlanError, ConfigError) as error:
+                _log.error("%s: %s", self.name, error)
+                self.error = error.at(rank=self.name)
+                self._changed.set()
+                await self._subscriptions.refuse(self._found, str(error))
+            except StreamsyncError as error:
+                _log.warning("%s can't subscribe yet: %s", self.name, error)
+                self.error = error
+                await asyncio.sleep(0.5)
+                self._dirty.set()
+
+    async def _subscribe(self) -> None:
+        if isinstance(self._coordinator, RemoteCoordinator) and not self._coordinator.is_reachable:
+            raise ControlError("this replica's coordinator is not reachable yet", rank=self.name)
+        found = await self._member.ask(m.AskSources(sink=self.name), m.Sources)
+        self._found = found.sources
+        if not found.sources:
+            _log.info("%s waits: %s", self.name, found.waiting_for)
+            return
+        if not self._subscriptions.is_planned_for(found.sources):
+            await self._subscriptions.drop_all("the plan changes")
+            plan = await asyncio.get_running_loop().run_in_executor(
+                self._executor,
+                partial(
+                    make_plan,
+                    sink=self.name,
+                    sink_layout=self._binding.layout,
+                    sources={s.name: s.layout for s in found.sources},
+                    rules=self._rules,
+                    bucket_bytes=self._config.bucket_bytes,
+                    membership_epoch=found.membership_epoch,
+                ),
+            )
+            self._subscriptions.use_plan(plan, found.sources)
+            self.plan = plan
+        assert self.plan is not None
+        await self._subscriptions.connect()
+        self._check_pool()
+        largest = max((s.max_bucket_bytes for s in self.plan.sink_shares), default=0)
+        if self._scratch.numel() < largest:
+            self._scratch = torch.empty(largest, dtype=torch.uint8)
+        self.error = None
+        sources = frozenset(self._subscriptions.peers)
+        if self._machine.sources != sources:
+            self._feed(r.SourcesChanged(sources))
+        for source, missed in self._subscriptions.take_missed():
+            self._feed(r.Withdrawn(source, missed, "this sink subscribed after it had begun"))
+        self._changed.set()
+
+    def _check_pool(self) -> None:
+        """`apply="version"` holds a whole version in host leases before anything is written."""
+        if self._apply != "version":
+            return
+        needed = sum(
+            frame_bytes(bucket.nbytes)
+            for peer in self._subscriptions.peers.values()
+            if peer.account is not None
+            for bucket in peer.share.buckets
+        )
+        if needed > self._pool.capacity_bytes:
+            raise ConfigError(
+                f'apply="version" needs the whole share in host memory: pool_bytes must be at '
+                f"least {needed}, it is {self._pool.capacity_bytes}",
+                rank=self.name,
+            )
+
+    def _on_source_message(self, peer: SinkPeer, message: m.AnyMessage) -> None:
+        match message:
+            case m.Begin():
+                self._feed(r.Announced(peer.source, message.version))
+            case m.End():
+                if self._sync is not None and self._sync.version == message.version:
+                    self._sync.end(peer.source, message)
+                else:
+                    peer.early_end = message
+            case m.Withdrawn():
+                self._feed(
+                    r.Withdrawn(peer.source, message.version, message.text, message.superseded)
+                )
+            case m.DropRequest():
+                self._feed(r.AskedToDrop(peer.source, message.version))
+            case m.Goodbye():
+                peer.dialer.fail(message.text or "it said goodbye")
+            case m.Error():
+                peer.dialer.fail(message.text)
+            case _:
+                raise ControlError(f"a sink takes no {type(message).__name__}")
+
+    def _on_source_lost(self, source: str, text: str) -> None:
+        if self._closing:
+            return
+        _log.warning("%s lost source %s: %s", self.name, source, text)
+        self._feed(r.SourceLost(source, text))
+        self._dirty.set()
+
+    # --- the machine's actions --------------------------------------------------------------
+
+    def _feed(self, event: r.Event | Orders) -> None:
+        before = self._machine.state
+        for action in self._machine.feed(event):
+            self._perform(action)
+        if self._machine.state is not before:
+            self._changed.set()
+
+    def _perform(self, action: r.Action) -> None:
+        match action:
+            case SetTimer() | CancelTimer():
+                self._timers.apply(action)
+            case r.TellCoordinator(kind, version, text, state):
+                if kind == "failed":
+                    self.error = EngineError(text, rank=self.name, version=version)
+                self._coordinator.tell(
+                    m.Word(rank=self._rank, kind=kind, version=version, text=text, state=state)
+                )
+            case r.StartReceiving(version):
+                self._probe.moment("prepared", version=version)
+                self._start_sync(version)
+            case r.ArmGates(version):
+                self._tasks.create_task(self._arm_gates(version))
+            case r.StartLoading(version):
+                self._probe.moment("go", version=version)
+                if self._sync is not None:
+                    self._sync.go()
+            case r.DropReceived(version, disarm):
+                self._probe.moment("aborted", version=version)
+                if self._sync_task is not None:
+                    self._sync_task.cancel()
+                if disarm:
+                    self._tasks.create_task(
+                        self._call_engine(partial(self._engine.disarm, version))
+                    )
+            case r.CommitEngine(version):
+                self._committed(version)
+            case r.QuarantineEngine(version, text):
+                _log.error("%s is quarantined at version %s: %s", self.name, version, text)
+                self._probe.moment("quarantined", version=version, text=text)
+                self._tasks.create_task(self._call_engine(partial(self._engine.quarantine, text)))
+            case r.AckSources(version, state, text):
+                for peer in self._subscriptions.peers.values():
+                    peer.tell(m.Ack(version=version, state=state, text=text))
+
+    def _start_sync(self, version: Version) -> None:
+        assert self.plan is not None
+        peers = list(self._subscriptions.peers.values())
+        sync = SinkSync(
+            version,
+            peers,
+            self.plan.groups,
+            self._engine,
+            self._scratch,
+            self._pool,
+            self._probe,
+            self._executor,
+            self._engine_executor,
+            apply=self._apply,
+            arm=self._arm,
+            load_bytes_per_second=self._load_bytes_per_second,
+            progress_seconds=self._config.deadlines.progress,
+            ready=lambda starved, verified: self._feed(r.Ready(version, starved, verified)),
+        )
+        for peer in peers:
+            peer.has_granted = False
+        self._sync = sync
+        self._sync_task = self._tasks.create_task(self._run_sync(sync))
+
+    async def _run_sync(self, sync: SinkSync) -> None:
+        try:
+            await sync.run()
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self._feed(r.Failed(sync.version, self._text_of(error)))
+            await sync.abort_links()
+            for peer in sync.peers:
+                if peer.has_granted:
+                    peer.dialer.fail("its data link was given up with the version")
+            if not isinstance(error, Exception):
+                raise
+        else:
+            self._feed(r.AllLanded(sync.version))
+
+    def _text_of(self, error: BaseException) -> str:
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if isinstance(error, StreamsyncError):
+            return f"{type(error).__name__}: {error.at(rank=self.name)}"
+        return f"{type(error).__name__}: {error} [rank={self.name}]"
+
+    async def _arm_gates(self, version: Version) -> None:
+        assert self.plan is not None
+        filled = {share.groups[b.group] for share in self.plan.sink_shares for b in share.buckets}
+        groups = tuple(g for g in self.plan.groups if g in filled)
+        arm = partial(
+            self._engine.arm,
+            version,
+            groups,
+            whole=self._apply == "version",
+            deadline=self._config.deadlines.gate,
+        )
+        if await self._call_engine(arm):
+            self._probe.moment("armed", version=version)
+            self._feed(r.GatesArmed(version))
+
+    async def _call_engine(self, call: Callable[[], None]) -> bool:
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._engine_executor, call)
+        except Exception as error:
+            if self._machine.target is not None:
+                self._feed(r.Failed(self._machine.target, self._text_of(error)))
+            else:
+                _log.exception("%s: the engine failed", self.name)
+            return False
+        return True
+
+    def _committed(self, version: Version) -> None:
+        sync = self._sync
+        assert sync is not None
+        self._load_bytes_per_second = sync.load_bytes_per_second()
+        self._tasks.create_task(self._commit_engine(version, sync))
+
+    async def _commit_engine(self, version: Version, sync: SinkSync) -> None:
+        await self._call_engine(partial(self._engine.commit, version))
+        self._probe.moment("committed", version=version)
+        report = sync.report(time.monotonic())
+        self.reports = (*self.reports[1 - _KEPT_REPORTS :], report)
+        self._changed.set()
+        _log.info(
+            "version %s: %.1f MB in %.2f s (%.2f GB/s), first layer after %.2f s, install %.2f s",
+            version,
+            report.wire_bytes / 1e6,
+            report.seconds,
+            report.wire_bytes / max(report.seconds, 1e-9) / 1e9,
+            report.first_layer_seconds,
+            report.install_seconds,
+        )

@@ -1,0 +1,542 @@
+"""A source rank's life: it joins the hub, admits sinks, and runs one sync after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from streamsync.control import messages as m
+from streamsync.control.curve import Curve
+from streamsync.control.member import HubMember
+from streamsync.control.place import watch_process
+from streamsync.control.protocol import source as p
+from streamsync.control.protocol.timer import CancelTimer, SetTimer
+from streamsync.control.sockets import Listener, error_message
+from streamsync.digest import compile_bucket
+from streamsync.errors import (
+    ConfigError,
+    ControlError,
+    PlanError,
+    StreamsyncError,
+    TransportError,
+    VersionError,
+)
+from streamsync.observability.probe import Event, Probe
+from streamsync.runtime.pool import Pool
+from streamsync.session.links import OpenTransports
+from streamsync.session.source_peer import SourcePeer
+from streamsync.session.source_sync import SourceSync
+from streamsync.session.timers import Timers
+from streamsync.stages.copies import prepare_copies
+from streamsync.stages.stream import Stream
+from streamsync.types import Outcome, SyncReport, Version
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Executor
+
+    from streamsync.config import Config
+    from streamsync.layout.binding import Binding
+    from streamsync.plan.plan import Share
+    from streamsync.runtime.pool import Account
+
+_log = logging.getLogger("streamsync.source")
+
+_KEPT_VERSIONS = 64
+"""Outcomes and reports are kept for this many versions."""
+
+
+class SourceRank:
+    """Everything a source does on its loop's thread. `Publisher` is its face."""
+
+    def __init__(
+        self,
+        binding: Binding,
+        *,
+        hub: str,
+        secret: str,
+        name: str,
+        group: str,
+        rank: int,
+        num_ranks: int,
+        place: m.Place,
+        config: Config,
+        probe: Probe,
+        executor: Executor,
+    ) -> None:
+        self._binding = binding
+        self._hub = hub
+        self._secret = secret
+        self._name = name
+        self._group = group
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._place = place
+        self._config = config
+        self._probe = probe
+        self._executor = executor
+        self._machine = p.SourceMachine(policy=config.publish_queue)
+        self._peers: dict[str, SourcePeer] = {}
+        self._refusals: dict[str, str] = {}
+        self._streams: list[Stream] = []
+        self._sync: SourceSync | None = None
+        self._snapshots: dict[Version, asyncio.Future[None]] = {}
+        self._outcomes: OrderedDict[Version, asyncio.Future[tuple[Outcome, ...]]] = OrderedDict()
+        self._reports: OrderedDict[Version, SyncReport] = OrderedDict()
+        self._peers_changed = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._pool: Pool
+        self._transports: OpenTransports
+        self._timers: Timers
+        self._listener: Listener
+        self._member: HubMember
+        self._tasks: asyncio.TaskGroup
+
+    async def main(self, ready: Callable[[], None]) -> None:
+        """Lives until `stop`; raises what makes the rank unusable."""
+        curve = Curve(self._secret)
+        try:
+            curve.start()
+            self._pool = Pool(self._config.pool_bytes, self._name)
+            self._transports = OpenTransports(self._config, self._executor)
+            self._timers = Timers(self._config.deadlines, self._feed)
+            self._listener = Listener(
+                curve, self._config.host, 0, self._on_message, self._on_control_lost
+            )
+            self._member = HubMember(
+                curve, self._hub, self._join, lambda: None, self._config.deadlines.connect
+            )
+            try:
+                async with asyncio.TaskGroup() as self._tasks:
+                    running = [
+                        self._tasks.create_task(self._listener.run()),
+                        self._tasks.create_task(self._member.run()),
+                    ]
+                    try:
+                        await self._member.wait_joined()
+                        ready()
+                        await self._stop.wait()
+                        self._member.leave()
+                        for peer in self._peers.values():
+                            peer.tell(m.Goodbye(text=f"{self._name} closes"))
+                        await asyncio.sleep(0)
+                    finally:
+                        for task in running:
+                            task.cancel()
+                        await self._end_sync()
+                        for name in list(self._peers):
+                            await self._drop_peer(self._peers[name], "closing")
+            finally:
+                self._timers.close()
+                self._listener.close()
+                await self._transports.close()
+                for stream in self._streams:
+                    stream.account.close()
+                self._pool.close()
+        finally:
+            curve.close()
+
+    def stop(self) -> None:
+        """Ends `main`."""
+        self._stop.set()
+
+    async def _end_sync(self) -> None:
+        """Cancels what is still being sent; waiters learn that the source closed."""
+        if self._sync_task is not None:
+            self._sync_task.cancel()
+            await asyncio.wait({self._sync_task})
+        closed = ControlError(f"{self._name} closed before the version was over")
+        waiting: list[asyncio.Future[Any]] = [*self._snapshots.values(), *self._outcomes.values()]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(closed)
+                future.exception()
+
+    _sync_task: asyncio.Task[None] | None = None
+
+    def _join(self, epoch: int) -> m.Join:
+        return m.Join(
+            protocol=m.PROTOCOL,
+            name=self._name,
+            role="source",
+            unit=self._group,
+            rank=self._rank,
+            num_ranks=self._num_ranks,
+            endpoint=self._listener.endpoint,
+            incarnation=self._place.process_id,
+            place=self._place,
+            epoch=epoch,
+            layout=self._binding.layout,
+        )
+
+    # --- the trainer's side -----------------------------------------------------------------
+
+    async def publish(self, step: int | None) -> Version:
+        """See `Publisher.publish`."""
+        started_at = time.monotonic()
+        version = await self._next_version(step)
+        loop = asyncio.get_running_loop()
+        snapshot: asyncio.Future[None] = loop.create_future()
+        self._snapshots[version] = snapshot
+        self._outcomes[version] = loop.create_future()
+        while len(self._outcomes) > _KEPT_VERSIONS:
+            old, future = self._outcomes.popitem(last=False)
+            self._reports.pop(old, None)
+            future.cancel()
+        self._feed(p.Publish(version))
+        try:
+            await asyncio.shield(snapshot)
+        except asyncio.CancelledError:
+            if not snapshot.done():
+                await self._cancel_publish(version)
+            raise
+        finally:
+            self._snapshots.pop(version, None)
+        self._probe.emit(
+            Event(
+                name="publish",
+                started_at=started_at,
+                seconds=time.monotonic() - started_at,
+                version=version,
+            )
+        )
+        return version
+
+    async def _next_version(self, step: int | None) -> Version:
+        try:
+            async with asyncio.timeout(self._config.deadlines.connect):
+                await self._member.epoch_known.wait()
+        except TimeoutError:
+            raise ControlError(
+                f"the hub named no epoch within {self._config.deadlines.connect:g} s: are all "
+                f"{self._num_ranks} ranks of {self._group} up?",
+                rank=self._name,
+            ) from None
+        newest = self._machine.newest
+        epoch = self._member.epoch
+        if step is None:
+            step = newest.step + 1 if newest is not None and newest.epoch == epoch else 0
+        version = Version(epoch, step)
+        if version in self._outcomes:
+            raise VersionError(f"version {version} was published before", rank=self._name)
+        return version
+
+    async def _cancel_publish(self, version: Version) -> None:
+        """The user gave up: parameters may change at any moment, so the snapshot must not go on."""
+        text = "publish was cancelled before the snapshot was taken"
+        if self._sync is not None and self._sync.version == version and self._sync_task is not None:
+            self._sync_task.cancel()
+            await asyncio.wait({self._sync_task})
+        self._feed(p.SnapshotFailed(version, text))
+
+    async def wait(self, version: Version, deadline: float) -> tuple[Outcome, ...]:
+        """The outcomes of `version` at every replica that took part."""
+        future = self._outcomes.get(version)
+        if future is None:
+            raise VersionError(f"version {version} was never published here, or long ago")
+        try:
+            async with asyncio.timeout(deadline):
+                return await asyncio.shield(future)
+        except TimeoutError:
+            raise TransportError(
+                f"version {version} is not over after {deadline:g} s", rank=self._name
+            ) from None
+
+    def report(self, version: Version) -> SyncReport:
+        """See `Publisher.report`."""
+        if self._sync is not None and self._sync.version == version:
+            return self._sync.report()
+        try:
+            return self._reports[version]
+        except KeyError:
+            raise VersionError(f"no sync of version {version} ran here, or long ago") from None
+
+    async def wait_for_replicas(self, num_replicas: int, deadline: float) -> None:
+        """See `Publisher.wait_for_replicas`."""
+        try:
+            async with asyncio.timeout(deadline):
+                while True:
+                    if self._num_complete_replicas() >= num_replicas:
+                        return
+                    if self._refusals:
+                        sink, text = next(iter(self._refusals.items()))
+                        raise PlanError("a sink can't be served", peer=sink, peer_text=text)
+                    self._peers_changed.clear()
+                    await self._peers_changed.wait()
+        except TimeoutError:
+            raise ControlError(
+                f"{self._num_complete_replicas()} of {num_replicas} replicas subscribed within "
+                f"{deadline:g} s: are the engines up, with this hub and secret?",
+                rank=self._name,
+            ) from None
+
+    def _num_complete_replicas(self) -> int:
+        ranks: dict[str, int] = {}
+        sizes: dict[str, int] = {}
+        for peer in self._peers.values():
+            ranks[peer.replica] = ranks.get(peer.replica, 0) + 1
+            sizes[peer.replica] = peer.num_ranks
+        return sum(ranks[replica] == sizes[replica] for replica in ranks)
+
+    # --- the sinks' side --------------------------------------------------------------------
+
+    def _on_message(self, control_id: bytes, message: m.AnyMessage) -> None:
+        match message:
+            case m.Subscribe():
+                self._tasks.create_task(self._admit(control_id, message))
+                return
+            case m.PlanRefused():
+                _log.error("%s refused the plan: %s", message.sink, message.text)
+                self._refusals[message.sink] = message.text
+                self._peers_changed.set()
+                return
+        peer = next((x for x in self._peers.values() if x.control_id == control_id), None)
+        if peer is None:
+            if isinstance(message, m.Goodbye | m.Credit | m.Ack):
+                return  # the last words of a session that is over
+            raise ControlError(f"{type(message).__name__} from a peer that has not subscribed")
+        match message:
+            case m.Credit():
+                if self._sync is not None and message.version == self._sync.version:
+                    peer.credits.grant(message.bytes)
+            case m.Ack():
+                self._feed(p.Acknowledged(peer.sink, message.version, message.state, message.text))
+            case m.Goodbye():
+                self._lose(peer, message.text or "it said goodbye")
+            case _:
+                raise ControlError(f"a source takes no {type(message).__name__}")
+
+    def _on_control_lost(self, control_id: bytes, text: str) -> None:
+        for peer in list(self._peers.values()):
+            if peer.control_id == control_id:
+                self._lose(peer, text)
+
+    def _lose(self, peer: SourcePeer, text: str) -> None:
+        if self._peers.get(peer.sink) is peer:
+            self._tasks.create_task(self._drop_peer(peer, text))
+
+    async def _drop_peer(self, peer: SourcePeer, text: str) -> None:
+        if self._peers.get(peer.sink) is not peer:
+            return
+        del self._peers[peer.sink]
+        peer.ended.set()
+        _log.info("%s is gone: %s", peer.sink, text)
+        if self._sync is not None:
+            self._sync.drop(peer)
+        await peer.link.abort()
+        self._feed(p.PeerLost(peer.sink, text))
+        self._close_unused_streams()
+        self._peers_changed.set()
+
+    async def _admit(self, control_id: bytes, message: m.Subscribe) -> None:
+        try:
+            async with asyncio.timeout(self._config.deadlines.connect):
+                await self._subscribe(control_id, message)
+        except TimeoutError:
+            error = TransportError("the data link did not come up in time", peer=message.sink)
+            self._listener.send(control_id, error_message(error, 0))
+        except StreamsyncError as error:
+            _log.warning("refused %s: %s", message.sink, error)
+            self._listener.send(control_id, error_message(error, message.request))
+
+    async def _subscribe(self, control_id: bytes, message: m.Subscribe) -> None:
+        if message.protocol != m.PROTOCOL:
+            raise ControlError(
+                f"{message.sink} speaks protocol {message.protocol}, this source {m.PROTOCOL}: "
+                "install the same streamsync version everywhere"
+            )
+        if message.expected_incarnation != self._place.process_id:
+            raise ControlError(f"{self._name} was restarted since the plan was made: plan again")
+        if message.digest != self._config.digest:
+            raise ConfigError(
+                f"digests are {'on' if self._config.digest else 'off'} here and "
+                f"{'on' if message.digest else 'off'} at {message.sink}: set both alike"
+            )
+        if self._config.transport not in ("auto", message.transport):
+            raise ConfigError(
+                f"this source is set to transport={self._config.transport}, {message.sink} asks "
+                f"for {message.transport}: set both alike, or one of them to auto"
+            )
+        old = self._peers.get(message.sink)
+        if old is not None:
+            await self._drop_peer(old, "it subscribed again")
+        transport = await self._transports.get(message.transport)
+        stream = await self._stream_of(message.share)
+        offer = transport.offer(self._pool)
+        self._listener.send(
+            control_id,
+            m.Subscribed(
+                request=message.request,
+                offer=offer,
+                lease_bytes=self._pool.limit_bytes(stream.account),
+            ),
+        )
+        link = await transport.accept(offer, message.transport_address)
+        peer = SourcePeer(
+            message.sink,
+            message.replica,
+            message.num_ranks,
+            control_id,
+            stream,
+            link,
+            message.transport,
+            partial(self._listener.send, control_id),
+        )
+        self._peers[peer.sink] = peer
+        self._refusals.pop(peer.sink, None)
+        if message.place.host_id == self._place.host_id:
+            self._tasks.create_task(self._watch(peer, message.place.pid))
+        self._feed(p.PeerJoined(peer.sink, peer.replica))
+        running = self._machine.running
+        peer.tell(m.Linked(missed=running.version if running is not None else None))
+        self._peers_changed.set()
+        _log.info(
+            "%s subscribed: %d bytes a sync in %d buckets over %s",
+            peer.sink,
+            stream.share.nbytes,
+            len(stream.share.buckets),
+            message.transport,
+        )
+
+    async def _watch(self, peer: SourcePeer, pid: int) -> None:
+        if pid == self._place.pid:
+            return
+        text = f"its process {pid} ended"
+        with watch_process(pid, partial(self._lose, peer, text)):
+            await peer.ended.wait()
+
+    async def _stream_of(self, share: Share) -> Stream:
+        """The stream of these buckets; sinks of equal layout find the same one."""
+        for stream in self._streams:
+            if stream.share.digest == share.digest and stream.share.buckets == share.buckets:
+                return stream
+        account = self._pool.open_account(share.sink, share.max_bucket_bytes)
+        try:
+            stream = await asyncio.get_running_loop().run_in_executor(
+                self._executor, partial(self._prepare, share, account)
+            )
+        except BaseException as error:
+            account.close()
+            if isinstance(error, StreamsyncError) or not isinstance(error, Exception):
+                raise
+            raise PlanError(f"the share does not fit this source: {error}") from error
+        self._streams.append(stream)
+        return stream
+
+    def _prepare(self, share: Share, account: Account) -> Stream:
+        return Stream(
+            share,
+            prepare_copies(share, self._binding, at_source=True),
+            [compile_bucket(share, b) for b in share.buckets] if self._config.digest else None,
+            account,
+        )
+
+    def _close_unused_streams(self) -> None:
+        used = {id(peer.stream) for peer in self._peers.values()}
+        for stream in [s for s in self._streams if id(s) not in used]:
+            self._streams.remove(stream)
+            stream.account.close()
+
+    # --- the machine's actions --------------------------------------------------------------
+
+    def _feed(self, event: p.Event) -> None:
+        for action in self._machine.feed(event):
+            self._perform(action)
+
+    def _perform(self, action: p.Action) -> None:
+        match action:
+            case SetTimer() | CancelTimer():
+                self._timers.apply(action)
+            case p.StartSync(version, names):
+                peers = [self._peers[name] for name in names if name in self._peers]
+                self._sync_task = self._tasks.create_task(self._run_sync(version, peers))
+            case p.Refuse(version, text):
+                self._outcomes.pop(version, None)
+                self._fail_snapshot(version, VersionError(text, rank=self._name))
+            case p.Withdraw(version, text):
+                for peer in self._peers.values():
+                    peer.tell(m.Withdrawn(version=version, text=text, superseded=True))
+                self._fail_snapshot(version, VersionError(text, rank=self._name, version=version))
+            case p.AskToDrop(name, version):
+                if name in self._peers:
+                    self._peers[name].tell(m.DropRequest(version=version))
+            case p.StopSending(name, version, text):
+                if name in self._peers:
+                    self._tasks.create_task(self._stop_sending(self._peers[name], version, text))
+            case p.Finish(version, outcomes):
+                future = self._outcomes.get(version)
+                if future is not None and not future.done():
+                    future.set_result(outcomes)
+
+    def _fail_snapshot(self, version: Version, error: StreamsyncError) -> None:
+        snapshot = self._snapshots.get(version)
+        if snapshot is not None and not snapshot.done():
+            snapshot.set_exception(error)
+
+    async def _run_sync(self, version: Version, peers: list[SourcePeer]) -> None:
+        previous = self._sync
+        if previous is not None:
+            self._reports[previous.version] = previous.report()
+        for peer in peers:
+            peer.credits = type(peer.credits)()
+        sync = self._sync = SourceSync(
+            version,
+            peers,
+            self._pool,
+            self._probe,
+            self._executor,
+            self._config.deadlines.progress,
+            partial(self._snapshot_taken, version),
+            lambda peer, text: self._feed(p.SendFailed(peer.sink, version, text)),
+        )
+        self._probe.moment("announced", version=version)
+        for peer in peers:
+            peer.tell(m.Begin(version=version))
+        try:
+            await self._rebind()
+            await sync.run()
+        except Exception as error:
+            single: BaseException = error
+            while isinstance(single, BaseExceptionGroup):
+                single = single.exceptions[0]
+            text = f"{type(single).__name__}: {single}"
+            _log.error("version %s failed at %s: %s", version, self._name, text)
+            failure = (single if isinstance(single, StreamsyncError) else StreamsyncError(text)).at(
+                rank=self._name, version=version
+            )
+            self._fail_snapshot(version, failure)
+            self._feed(p.SnapshotFailed(version, text))
+
+    async def _rebind(self) -> None:
+        """Looks the parameters up again: a trainer may have replaced their memory."""
+        loop = asyncio.get_running_loop()
+        if not await loop.run_in_executor(self._executor, self._binding.rebind):
+            return
+        for stream in self._streams:
+            stream.copies[:] = await loop.run_in_executor(
+                self._executor,
+                partial(prepare_copies, stream.share, self._binding, at_source=True),
+            )
+
+    def _snapshot_taken(self, version: Version) -> None:
+        snapshot = self._snapshots.get(version)
+        if snapshot is not None and not snapshot.done():
+            snapshot.set_result(None)
+        self._feed(p.SnapshotTaken(version))
+
+    async def _stop_sending(self, peer: SourcePeer, version: Version, text: str) -> None:
+        """The version failed for one peer. If frames are on their way the link can't be used again:
+        the session ends and the sink subscribes anew."""
+        peer.tell(m.Withdrawn(version=version, text=text))
+        if peer.credits.granted_bytes:
+            await self._drop_peer(peer, text)
+        elif self._sync is not None:
+            self._sync.drop(peer)
+
+    def transports_in_use(self) -> dict[str, str]:
+        """Transport by peer."""
+        return {peer.sink: peer.transport for peer in self._peers.values()}
