@@ -51,7 +51,8 @@ class Share(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """What one source rank sends to one sink rank in every sync, seen from one of the two.
 
     Both sides hold a share with the same buckets and boxes; only the views differ. `digest`
-    (64 bits, of everything but the views) travels in every bucket's header.
+    (64 bits of tensors, groups and buckets, without views and ranks) travels in every bucket's
+    header; replicas of equal layout have it in common, and so share their buckets.
     """
 
     source: str

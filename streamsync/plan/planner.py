@@ -112,19 +112,13 @@ def layout_digest(layout: Layout) -> str:
 
 
 def share_digest(share: Share) -> int:
-    """64 bits of what both ends of a share must agree on: everything but the views."""
+    """64 bits of what both ends must agree on, and of what replicas of equal layout have in common:
+    tensors, groups and buckets, but neither views nor ranks."""
     buckets = [
         (b.index, b.group, b.nbytes, [(p.tensor, p.box, p.offset) for p in b.pieces])
         for b in share.buckets
     ]
-    content = (
-        share.source,
-        share.sink,
-        share.tensors,
-        share.groups,
-        buckets,
-        share.membership_epoch,
-    )
+    content = (share.tensors, share.groups, buckets)
     return int.from_bytes(hashlib.blake2b(_encode(content), digest_size=8).digest(), "little")
 
 
