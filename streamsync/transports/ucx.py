@@ -175,7 +175,9 @@ _worker = _Worker()
 class _Link:
     """One endpoint and the requests on it. On the loop's thread."""
 
-    def __init__(self, transport: UcxTransport, endpoint: Any, base: int, *, is_source: bool) -> None:
+    def __init__(
+        self, transport: UcxTransport, endpoint: Any, base: int, *, is_source: bool
+    ) -> None:
         self._transport = transport
         self._endpoint = endpoint
         self._base = base
@@ -187,15 +189,26 @@ class _Link:
         self._num_through = 0
         self._peer_through: int | None = None
         self._farewell = bytearray(_COUNT.size)
-        peers = _SINK_FAREWELL if is_source else _SOURCE_FAREWELL
-        self.gone = self._start(self._hear(peers))
+        self._peers_farewell = _SINK_FAREWELL if is_source else _SOURCE_FAREWELL
+        self._gone: asyncio.Task[None] | None = None
         transport._links.add(self)
 
-    def _start(self, request: Coroutine[Any, Any, None], lease: Lease | None = None) -> asyncio.Task[None]:
+    def _open(self) -> None:
+        """From here on both ends know each other, and the peer's end is heard of."""
+        self._gone = self._start(self._hear(self._peers_farewell))
+
+    async def _any(self, *requests: asyncio.Task[None]) -> None:
+        """Returns when one of them is done or the peer is gone. Cancelling it cancels neither."""
+        assert self._gone is not None, "open"
+        await asyncio.wait({*requests, self._gone}, return_when=asyncio.FIRST_COMPLETED)
+
+    def _start(
+        self, request: Coroutine[Any, Any, None], lease: Lease | None = None
+    ) -> asyncio.Task[None]:
         """Runs a request as a task of its own: cancelling who waits for it must not drop it."""
         task = asyncio.get_running_loop().create_task(request)
         self._requests.add(task)
-        task.add_done_callback(self._requests.discard)
+        task.add_done_callback(self._forget)
         if lease is not None:
             lease.retain()
             self._leased.add(task)
@@ -206,6 +219,11 @@ class _Link:
 
             task.add_done_callback(done)
         return task
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._requests.discard(task)
+        if not task.cancelled():
+            task.exception()  # who waits for the task has it; if nobody does, the link is aborted
 
     async def _send(self, tag: int, data: object, doing: str) -> None:
         with _errors(doing):
@@ -234,10 +252,11 @@ class _Link:
             return
         self._transport._links.remove(self)
         said = None
-        if not self._lost:
+        if self._gone is not None and not self._lost:
             count = _COUNT.pack(self._num_through)
             said = self._start(self._send(self._own_farewell, count, "at its farewell"))
         self._lost = self._lost or "this end aborted the link"
+        self._peer_through = None
         try:
             if said is not None:  # a stopped peer never takes it
                 await asyncio.wait([said], timeout=_FAREWELL_SECONDS)
@@ -266,7 +285,7 @@ class UcxSendLink(_Link, SendLink):
     async def send(self, lease: Lease) -> None:
         """Posts the frame once there is room in the window."""
         while len(self._leased) >= WINDOW and not self._lost:
-            await asyncio.wait({*self._leased, self.gone}, return_when=asyncio.FIRST_COMPLETED)
+            await self._any(*self._leased)
         self._check()
         number = self._num_frames
         self._num_frames += 1
@@ -283,7 +302,7 @@ class UcxSendLink(_Link, SendLink):
     async def flush(self) -> None:
         """Returns when every request is done: UCX or the sink has the frames."""
         while self._leased and not self._lost:
-            await asyncio.wait({*self._leased, self.gone}, return_when=asyncio.FIRST_COMPLETED)
+            await self._any(*self._leased)
         self._check()
 
     def _check(self) -> None:
@@ -301,7 +320,7 @@ class UcxReceiveLink(_Link, ReceiveLink):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._prepared: deque[tuple[Lease, asyncio.Task[None]]] = deque()
-        self._seconds_per_byte = float("inf")
+        self._seconds_per_byte = 1e-9  # 1 GB/s until a frame was faster
 
     def prepare(self, lease: Lease, nbytes: int) -> None:
         """See `ReceiveLink.prepare`."""
@@ -321,14 +340,14 @@ class UcxReceiveLink(_Link, ReceiveLink):
             promised, task = self._prepared.popleft()
             assert promised is lease, "frames are received in the order they were prepared in"
         else:
-            if self._lost and self._peer_through is None:
+            if self._lost and self._num_frames >= (self._peer_through or 0):
                 raise PeerLost(self._lost)
             task = self._post(lease, nbytes)
         started = time.monotonic()
-        await asyncio.wait({task, self.gone}, return_when=asyncio.FIRST_COMPLETED)
+        await self._any(task)
         if not task.done():
             # Told that the peer goes: what it sent whole is still on its way to us.
-            if self._peer_through is None or self._num_through >= self._peer_through:
+            if self._num_through >= (self._peer_through or 0):
                 raise PeerLost(f"{self._lost}; frame {self._num_through} never came")
             await asyncio.wait({task})
         task.result()
@@ -384,6 +403,7 @@ class UcxTransport(Transport):
         link = UcxSendLink(self, endpoint, _base(offer.token), is_source=True)
         await self._greet(link, link._receive(_HELLO, bytearray(_TOKEN_BYTES), "at its hello"))
         await self._greet(link, link._send(_WELCOME, offer.token, "at its welcome"))
+        link._open()
         return link
 
     async def connect(self, offer: Offer) -> ReceiveLink:
@@ -394,6 +414,7 @@ class UcxTransport(Transport):
         link = UcxReceiveLink(self, endpoint, _base(offer.token), is_source=False)
         await self._greet(link, link._send(_HELLO, offer.token, "at its hello"))
         await self._greet(link, link._receive(_WELCOME, bytearray(_TOKEN_BYTES), "at its welcome"))
+        link._open()
         return link
 
     async def _reach(self, address: bytes) -> Any:

@@ -42,9 +42,7 @@ def test_what_cannot_work_is_refused(name: str, text: str) -> None:
 
 def test_an_explicit_name_is_kept() -> None:
     for values in itertools.product([True], [True], [True], [False, True]):
-        known = dict(
-            zip(("same_process", "same_host", "has_ucx", "has_rdma"), values, strict=True)
-        )
+        known = dict(zip(("same_process", "same_host", "has_ucx", "has_rdma"), values, strict=True))
         for name in ("memory", "shm", "tcp", "ucx"):
             assert _choose(name, **known).name == name
 
