@@ -116,41 +116,6 @@ def describe(name: str, shape: tuple[int, ...], dtype: str) -> str:
     return f"{name} {dtype}{list(shape)}"
 
 
-def check_layout(rank: str, layout: Layout, findings: Findings) -> bool:
-    """Whether `layout` is consistent in itself: a peer may have sent anything. Finding: layout."""
-    names = {spec.name for spec in layout.tensors}
-    good = True
-
-    def refuse(tensor: str, text: str) -> None:
-        nonlocal good
-        good = False
-        findings.add("layout", tensor, f"{tensor} of {rank}: {text}")
-
-    if len(names) != len(layout.tensors):
-        seen: set[str] = set()
-        for spec in layout.tensors:
-            if spec.name in seen:
-                refuse(spec.name, "listed twice")
-            seen.add(spec.name)
-    for alias, name in layout.ties.items():
-        if alias not in names or name not in names or name in layout.ties:
-            refuse(alias, f"tied to {name}, but both must be listed and {name} not tied itself")
-    for entry in layout.entries:
-        if not 0 <= entry.tensor < len(layout.tensors):
-            refuse(f"number {entry.tensor}", f"only {len(layout.tensors)} tensors are listed")
-            continue
-        spec, box = layout.tensors[entry.tensor], entry.box
-        dims = len(spec.shape)
-        if not len(box.start) == len(box.shape) == len(entry.view.strides) == dims:
-            refuse(spec.name, f"box, view and tensor differ in the number of dims ({dims})")
-        elif any(
-            a < 0 or n < 0 or a + n > size
-            for a, n, size in zip(box.start, box.shape, spec.shape, strict=True)
-        ):
-            refuse(spec.name, f"box {box} lies outside of shape {list(spec.shape)}")
-    return good
-
-
 def _index_sources(
     sources: Mapping[str, Layout], rules: Rules, findings: Findings
 ) -> dict[str, Held]:

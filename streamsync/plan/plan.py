@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import msgspec
 
 from streamsync.layout.region import Box, TensorSpec, View
+
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -72,6 +76,17 @@ class Share(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def max_bucket_bytes(self) -> int:
         """Bytes of the largest bucket; 0 for an empty share."""
         return max((bucket.nbytes for bucket in self.buckets), default=0)
+
+
+def share_digest(share: Share) -> int:
+    """64 bits of what both ends must agree on, and of what replicas of equal layout have in common:
+    tensors, groups and buckets, but neither views nor ranks."""
+    buckets = [
+        (b.index, b.group, b.nbytes, [(p.tensor, p.box, p.offset) for p in b.pieces])
+        for b in share.buckets
+    ]
+    content = (share.tensors, share.groups, buckets)
+    return int.from_bytes(hashlib.blake2b(_encode(content), digest_size=8).digest(), "little")
 
 
 class Waiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -11,9 +11,10 @@ import msgspec
 from streamsync.errors import PlanError
 from streamsync.layout.group import group_of
 from streamsync.plan.balance import balance
+from streamsync.plan.check import check_layout
 from streamsync.plan.cover import cover
-from streamsync.plan.match import check_layout, match
-from streamsync.plan.plan import Bucket, Piece, Plan, Rules, Share, SharedTensor
+from streamsync.plan.match import match
+from streamsync.plan.plan import Bucket, Piece, Plan, Rules, Share, SharedTensor, share_digest
 from streamsync.plan.refusal import Findings
 from streamsync.plan.schedule import Draft, schedule
 
@@ -109,17 +110,6 @@ def make_plan(
 def layout_digest(layout: Layout) -> str:
     """128 bits of everything in a layout, in hex; equal in every process for equal layouts."""
     return hashlib.blake2b(_encode(layout), digest_size=16).hexdigest()
-
-
-def share_digest(share: Share) -> int:
-    """64 bits of what both ends must agree on, and of what replicas of equal layout have in common:
-    tensors, groups and buckets, but neither views nor ranks."""
-    buckets = [
-        (b.index, b.group, b.nbytes, [(p.tensor, p.box, p.offset) for p in b.pieces])
-        for b in share.buckets
-    ]
-    content = (share.tensors, share.groups, buckets)
-    return int.from_bytes(hashlib.blake2b(_encode(content), digest_size=8).digest(), "little")
 
 
 def _shares(

@@ -148,6 +148,23 @@ def test_what_is_merged_and_what_is_not() -> None:
     assert len(compile_bucket(make_share(1 << 20), other).large) <= 4
 
 
+def test_small_boxes_far_inside_long_rows() -> None:
+    """Merged pieces know their chunk, too."""
+    shape = (3, 50_000)
+    spec = SharedTensor("x", shape, "bfloat16", "bfloat16")
+    boxes = [Box((1, 4 * k), (1, 12)) for k in (4_000, 4_097, 9_000, 12_000, 12_400)]
+    pieces = tuple(Piece(0, box, 24 * i, View(0, 0, (1, 1))) for i, box in enumerate(boxes))
+    bucket = Bucket(0, 0, 24 * len(boxes), pieces)
+    share = Share(source="t", sink="e", tensors=(spec,), groups=("x",), buckets=(bucket,), digest=0)
+    digest = compile_bucket(share, bucket)
+    assert len(digest.small) == len(boxes)
+    data = counting(bucket.nbytes)
+    expected = sum(
+        box_digest("x", shape, 2, box, data[24 * i : 24 * i + 24]) for i, box in enumerate(boxes)
+    )
+    assert digest.run(np.frombuffer(data, np.uint8)) == expected % MOD
+
+
 def test_nothing_that_grows_with_the_bytes_is_allocated_in_a_run() -> None:
     """Only what the first run in a thread prepares."""
     import tracemalloc

@@ -392,6 +392,25 @@ def test_both_ends_know_their_share_by_one_digest() -> None:
     assert smaller.sink_shares[0].digest != one.sink_shares[0].digest
 
 
+def test_replicas_of_equal_layout_share_their_frames() -> None:
+    """Neither the ranks' names nor the membership epoch count."""
+    tensors = layout(("a.w", (4,)))
+    digests = [
+        make_plan(
+            sink=sink,
+            sink_layout=tensors,
+            sources={"trainer/0": tensors},
+            rules=Rules(),
+            bucket_bytes=64,
+            membership_epoch=epoch,
+        )
+        .source_shares[0]
+        .digest
+        for sink, epoch in (("engine0/0", 1), ("engine1/0", 1), ("engine1/0", 2))
+    ]
+    assert len(set(digests)) == 1
+
+
 def test_the_digest_is_the_same_in_every_process() -> None:
     code = (
         "from streamsync.layout.region import *\n"

@@ -45,6 +45,8 @@ def test_slices_with_a_gap_or_short_of_the_end_do_not_cover() -> None:
     assert not split(need, [held("a", (0, 0), (2, 2)), held("b", (3, 0), (3, 2))])[1]
     assert not split(need, [held("a", (0, 0), (2, 2)), held("b", (2, 0), (3, 2))])[1]
     assert not split(need, [])[1]
+    twice = [held("a", (0, 0), (2, 2)), held("b", (1, 0), (2, 2)), held("c", (4, 0), (2, 2))]
+    assert not split(need, twice)[1], "as many elements as needed, but not the needed ones"
 
 
 def test_overlaps_are_found_along_any_dim() -> None:

@@ -64,3 +64,7 @@ def test_balance_uses_free_choices_to_even_out_fixed_ones() -> None:
     holders = [["a"], ["a", "b"], ["a", "b"], ["b", "a"]]
     assert balance([10, 4, 4, 2], holders) == [0, 1, 1, 0]
     assert balance([], []) == []
+
+
+def test_balance_places_the_largest_first() -> None:
+    assert balance([1, 1, 4, 1, 1], [["a", "b"]] * 5) == [1, 1, 0, 1, 1]
