@@ -10,89 +10,93 @@ from streamsync.errors import LayoutError
 
 if TYPE_CHECKING:
     from streamsync.layout.binding import Binding
-    from streamsync.layout.region import View
+    from streamsync.layout.region import Entry, Layout, View
 
 
 def check_writable(binding: Binding) -> None:
-    """Raises `LayoutError` when two elements of the binding's views lie in the same memory.
+    """Raises `LayoutError` when two elements of the binding's views lie in the same memory."""
+    for one, other in overlaps(binding):
+        raise LayoutError(
+            f"its memory is also that of {other}, and not as a tie: a sync would write it twice"
+            if one != other
+            else "two of its elements share memory (an expanded view?): make it contiguous first",
+            tensor=one,
+        )
+
+
+def overlaps(binding: Binding) -> list[tuple[str, str]]:
+    """The pairs of tensors whose views share memory; a tensor with itself when its own do.
 
     Addresses are compared, not storages, so that memory wrapped twice is seen. Views whose ranges
     are apart cost one comparison; only interleaved ones are compared run by run, exactly.
     """
     layout = binding.layout
     bases = binding.addresses()
-    spans: list[tuple[object, int, int, int]] = []
+    spans: list[tuple[str, int, int, int]] = []
     for number, entry in enumerate(layout.entries):
         itemsize = layout.tensors[entry.tensor].itemsize
         begin = bases[entry.view.storage] + entry.view.offset * itemsize
         end = begin + itemsize * (1 + _reach(entry.box.shape, entry.view))
         spans.append((str(binding.storages[entry.view.storage].device), begin, end, number))
     spans.sort()
+    found: list[tuple[str, str]] = []
     cluster: list[tuple[int, int]] = []
-    device: object = None
-    stop = 0
+    device, stop = "", 0
     for now, begin, end, number in spans:
         if now != device or begin >= stop:
-            _check_cluster(binding, cluster)
+            found += _clashes(layout, cluster)
             cluster, device, stop = [], now, 0
         cluster.append((begin, number))
         stop = max(stop, end)
-    _check_cluster(binding, cluster)
+    return found + _clashes(layout, cluster)
 
 
 def _reach(shape: tuple[int, ...], view: View) -> int:
     return sum((n - 1) * s for n, s in zip(shape, view.strides, strict=True))
 
 
-def _check_cluster(binding: Binding, cluster: list[tuple[int, int]]) -> None:
-    layout = binding.layout
+def _clashes(layout: Layout, cluster: list[tuple[int, int]]) -> list[tuple[str, str]]:
+    """Which of the entries (address, number), whose ranges overlap, have a byte in common."""
+    if len(cluster) == 1 and _is_injective(layout.entries[cluster[0][1]]):
+        return []
     starts: list[torch.Tensor] = []
     lengths: list[torch.Tensor] = []
     numbers: list[torch.Tensor] = []
     for begin, number in cluster:
         entry = layout.entries[number]
-        tensor = layout.tensors[entry.tensor]
-        dims = sorted(
-            (s, n) for n, s in zip(entry.box.shape, entry.view.strides, strict=True) if n > 1
-        )
-        dense = 1  # elements from which a larger stride leaves everything so far behind it
+        itemsize = layout.tensors[entry.tensor].itemsize
         run = 1
-        apart = True
-        rest: list[tuple[int, int]] = []
-        for stride, n in dims:
-            apart &= stride >= dense
-            if not rest and stride == run:
-                run *= n
-            else:
-                rest.append((stride, n))
-            dense = max(dense, stride * (n - 1) + dense)
-        if apart and len(cluster) == 1:
-            return
-        if any(stride == 0 for stride, _ in dims):
-            raise LayoutError(
-                "an expanded tensor (stride 0) can't be written; make it contiguous first",
-                tensor=tensor.name,
-            )
         start = torch.tensor([begin])
-        for stride, n in rest:
-            steps = torch.arange(n) * (stride * tensor.itemsize)
+        for stride, n in _by_stride(entry):
+            if stride == run:
+                run *= n
+                continue
+            steps = torch.arange(n) * (stride * itemsize)
             start = (start[:, None] + steps[None, :]).reshape(-1)
         starts.append(start)
-        lengths.append(torch.full_like(start, run * tensor.itemsize))
+        lengths.append(torch.full_like(start, run * itemsize))
         numbers.append(torch.full_like(start, number))
     if not starts:
-        return
+        return []
     begin_at, order = torch.cat(starts).sort()
-    end_at = begin_at + torch.cat(lengths)[order]
-    clash = (end_at[:-1] > begin_at[1:]).nonzero()
-    if len(clash) == 0:
-        return
-    at = int(clash[0])
+    # A long run may reach over several short ones, so compare with the furthest end so far.
+    end_at, furthest = (begin_at + torch.cat(lengths)[order]).cummax(0)
     owner = torch.cat(numbers)[order]
-    one, other = (layout.tensors[layout.entries[int(owner[i])].tensor].name for i in (at, at + 1))
-    raise LayoutError(
-        f"its memory is also that of {other}, and not as a tie: a sync would write it twice"
-        if one != other
-        else "two of its elements share memory: make it contiguous first",
-        tensor=one,
-    )
+    clash = end_at[:-1] > begin_at[1:]
+    one, other = owner[furthest[:-1]][clash].tolist(), owner[1:][clash].tolist()
+    names = {n: layout.tensors[layout.entries[n].tensor].name for n in {*one, *other}}
+    return sorted({(names[a], names[b]) for a, b in zip(one, other, strict=True)})
+
+
+def _by_stride(entry: Entry) -> list[tuple[int, int]]:
+    return sorted((s, n) for n, s in zip(entry.box.shape, entry.view.strides, strict=True) if n > 1)
+
+
+def _is_injective(entry: Entry) -> bool:
+    """Whether every stride steps over all that the smaller ones reach (enough, not necessary)."""
+    reach = 0
+    for stride, n in _by_stride(entry):
+        if stride <= reach:
+            return False
+        reach += stride * (n - 1)
+    return True

@@ -65,8 +65,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's own c
     def __init__(self, probes: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._memories: dict[int, _Memory] = {}
+        self._dtypes = {name: probe.dtype for name, probe in probes.items()}
         for name, probe in probes.items():
-            self._memories[_identity(probe)] = _Memory(probe, tuple(probe.shape), probe.dtype, name)
+            self._memories[identity(probe)] = _Memory(probe, tuple(probe.shape), probe.dtype, name)
 
     def __torch_dispatch__(
         self,
@@ -77,7 +78,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's own c
     ) -> Any:
         kwargs = dict(kwargs or {})
         for target in written_tensors(func, args, kwargs):
-            memory = self._memories.get(_identity(target))
+            memory = self._memories.get(identity(target))
             if memory is not None:
                 memory.lost = f"{func} changed it before it was loaded"
         if func is aten._to_copy.default and self.is_traced(args[0]) and "device" in kwargs:
@@ -93,12 +94,16 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's own c
 
     def is_traced(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in a probe or in a copy of one."""
-        return _identity(tensor) in self._memories
+        return identity(tensor) in self._memories
 
     def names(self, tensor: torch.Tensor) -> set[str]:
         """The probes that `tensor`'s memory came from."""
-        memory = self._memories.get(_identity(tensor))
+        memory = self._memories.get(identity(tensor))
         return self._names(memory) if memory is not None else set()
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of the probe called `name`."""
+        return self._dtypes[name]
 
     def _names(self, memory: _Memory) -> set[str]:
         if memory.name is not None:
@@ -113,9 +118,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's own c
         scattered for boxes.
         """
         at = View(0, int(tensor.storage_offset()), tuple(tensor.stride()))
-        yield from self._resolve(
-            _identity(tensor), tuple(tensor.shape), tensor.dtype, at, other, ()
-        )
+        yield from self._resolve(identity(tensor), tuple(tensor.shape), tensor.dtype, at, other, ())
 
     def _resolve(
         self,
@@ -170,12 +173,12 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's own c
             memory.parts.append(
                 _Part(
                     Box(tuple(box.start[d] for d in order), tuple(box.shape[d] for d in order)),
-                    _identity(tensor),
+                    identity(tensor),
                     View(0, int(tensor.storage_offset()), tuple(tensor.stride(d) for d in order)),
                     tensor.dtype,
                 )
             )
-        self._memories[_identity(made)] = memory
+        self._memories[identity(made)] = memory
 
 
 def written_tensors(
@@ -194,7 +197,7 @@ def written_tensors(
             yield from (item for item in value if isinstance(item, torch.Tensor))
 
 
-def _identity(tensor: torch.Tensor) -> int:
+def identity(tensor: torch.Tensor) -> int:
     """What tensors of one storage have in common, also where there is no address (meta)."""
     if tensor.layout is not torch.strided:
         return -1

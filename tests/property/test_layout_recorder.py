@@ -1,0 +1,104 @@
+"""Random loaders: what a recording copies is what the loader copies."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from streamsync.layout.recorder import record_loader
+from streamsync.layout.region import TensorSpec
+
+
+@st.composite
+def chains(draw: st.DrawFn, shape: tuple[int, ...], *, copies: bool) -> list[tuple[object, ...]]:
+    """Operations that apply to a tensor of `shape` one after the other."""
+    probe = torch.empty(shape, device="meta")
+    chain: list[tuple[object, ...]] = []
+    kinds = ["slice", "permute", "unflatten", "flatten", *(["clone", "cast"] if copies else [])]
+    for _ in range(draw(st.integers(0, 4))):
+        kind = draw(st.sampled_from(kinds))
+        if kind == "permute":
+            step = kind, tuple(draw(st.permutations(range(probe.ndim))))
+        elif kind == "slice":
+            dim = draw(st.integers(0, probe.ndim - 1))
+            begin = draw(st.integers(0, probe.shape[dim] - 1))
+            step = kind, dim, begin, draw(st.integers(begin + 1, probe.shape[dim]))
+        elif kind == "unflatten":
+            dim = draw(st.integers(0, probe.ndim - 1))
+            outer = draw(st.sampled_from([k for k in range(1, 7) if probe.shape[dim] % k == 0]))
+            step = kind, dim, (outer, probe.shape[dim] // outer)
+        elif kind == "flatten":
+            step = (kind, probe.is_contiguous())
+        else:
+            step = (kind,)
+        probe = apply(probe, step)
+        chain.append(step)
+    return chain
+
+
+def apply(tensor: torch.Tensor, step: tuple[object, ...]) -> torch.Tensor:
+    kind, *options = step
+    if kind == "permute":
+        return tensor.permute(*options)
+    if kind == "slice":
+        dim, begin, end = options
+        return tensor.narrow(dim, begin, end - begin)
+    if kind == "unflatten":
+        return tensor.unflatten(*options)
+    if kind == "flatten":
+        return tensor.view(-1) if options[0] else tensor
+    return tensor.clone() if kind == "clone" else tensor.double().float()
+
+
+def through(tensor: torch.Tensor, chain: list[tuple[object, ...]]) -> torch.Tensor:
+    for step in chain:
+        tensor = apply(tensor, step)
+    return tensor
+
+
+shapes = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
+
+
+@given(st.data())
+def test_recorded_copies_equal_the_loaders(data: st.DataObject) -> None:
+    module = nn.Module()
+    shape = data.draw(shapes)
+    module.p = nn.Parameter(torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape))
+    target_chain = data.draw(chains(shape, copies=False))
+    target_shape = tuple(through(module.p.data, target_chain).shape)
+    # A checkpoint tensor that has the target's shape after some operations undone.
+    pad = data.draw(st.integers(0, 2))
+    order = data.draw(st.permutations(range(len(target_shape))))
+    shape_in_file = tuple(target_shape[d] + pad for d in order)
+    back = tuple(order.index(d) for d in range(len(target_shape)))
+    more = data.draw(chains(shape_in_file, copies=True))
+    reshaping = not any(step[0] in ("slice", "permute", "unflatten", "flatten") for step in more)
+
+    def load(weights: object) -> None:
+        for _, weight in weights:
+            if reshaping:
+                weight = through(weight, more)
+            weight = weight.permute(back)
+            for dim, n in enumerate(target_shape):
+                weight = weight.narrow(dim, pad // 2, n)
+            through(module.p.data, target_chain).copy_(weight)
+
+    before = module.p.detach().clone()
+    spec = TensorSpec("w", shape_in_file, "float32")
+    recording = record_loader(module, {"w": spec}, load)
+    assert torch.equal(module.p, before)
+    assert recording.opaque == {}
+
+    weight = -torch.arange(1.0, 1 + torch.Size(shape_in_file).numel()).reshape(shape_in_file)
+    load([("w", weight)])
+    expected = module.p.detach().clone()
+    with torch.no_grad():
+        module.p.copy_(before)
+    for entry in recording.binding.layout.entries:
+        where = tuple(slice(a, b) for a, b in zip(entry.box.start, entry.box.stop, strict=True))
+        recording.binding.view(entry.view, entry.box.shape, torch.float32).copy_(weight[where])
+    assert torch.equal(module.p, expected)
+    untouched = int((module.p == before).sum())
+    assert recording.unwritten == ({"p": untouched} if untouched else {})
