@@ -127,7 +127,7 @@ def execute(plan: Plan, sources, storages: list[np.ndarray]) -> list[np.ndarray]
     return writes
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(jobs(), st.integers(1, 64) | st.just(1 << 20))
 def test_any_plan_delivers_every_byte_once(job, bucket_bytes: int) -> None:
     """Case 6, 22, 23, 24: any sharding, replication, stride and bucket size gives the same."""

@@ -71,7 +71,7 @@ def piece(**changes: object) -> Callable[[Share], Share]:
         (piece(box=Box((2,), (4,))), "differ in dims"),
         (piece(box=Box((2, 0), (0, 4))), "empty"),
         (piece(box=Box((2, 0), (-4, -4))), "empty"),
-        (piece(box=Box((0, 0), (4, 4))), "no entry of it holds box [0:4, 0:4]"),
+        (piece(box=Box((0, 0), (4, 4))), "no entry of the layout holds box [0:4, 0:4]"),
         (piece(view=View(0, 20, (4, 1))), "no entry"),
         (piece(view=View(1, 16, (4, 1))), "no entry"),
         (piece(view=View(0, 16, (8, 1))), "no entry"),
