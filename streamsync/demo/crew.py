@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from streamsync.demo import messages
-from streamsync.demo.messages import Done, Failed, Hello, Message, Role, ToParent
+from streamsync.demo.messages import Done, Failed, FailureKind, Hello, Message, Role, ToParent
 from streamsync.errors import ConfigError, StreamsyncError, TransferTimeout
 
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ class Sender(NamedTuple):
 class ChildFailed(StreamsyncError):
     """A child failed; the message has its own text, `trace` its traceback or last output."""
 
-    def __init__(self, message: str, *, is_bad_input: bool = False, trace: str = "") -> None:
+    def __init__(self, message: str, *, kind: FailureKind, trace: str) -> None:
         super().__init__(message)
-        self.is_bad_input = is_bad_input
+        self.kind = kind
         self.trace = trace
 
 
@@ -162,12 +162,13 @@ class Crew:
                     heard = await self._heard.get()
                     if isinstance(heard, ChildFailed):
                         failures.append(heard)
-        return next((failure for failure in failures if failure.is_bad_input), first)
+        return next((failure for failure in failures if failure.kind == "input"), first)
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         sender: Sender | None = None
         try:
-            while line := await reader.readline():
+            # A last line without its end is what a child that died had no time to finish.
+            while (line := await reader.readline()).endswith(b"\n"):
                 message = messages.decode_to_parent(line)
                 match message:
                     case Hello():
@@ -184,14 +185,18 @@ class Crew:
                     self._heard.put_nowait(
                         ChildFailed(
                             f"{sender}: {message.text}",
-                            is_bad_input=message.is_bad_input,
+                            kind=message.kind,
                             trace=message.trace,
                         )
                     )
                 else:
                     self._heard.put_nowait((sender, message))
-        except (ConnectionError, msgspec.DecodeError, ValueError) as error:
-            self._heard.put_nowait(ChildFailed(f"{sender}: its line broke: {error}"))
+        except ConnectionError:
+            pass
+        except (msgspec.DecodeError, ValueError) as error:
+            self._heard.put_nowait(
+                ChildFailed(f"{sender}: its line broke: {error}", kind="sync", trace="")
+            )
         finally:
             writer.close()
             if sender is not None and sender not in self._done and not self._is_closing:
@@ -200,7 +205,7 @@ class Crew:
     def _lost(self, who: str, name: str) -> ChildFailed:
         output = self._output(name)
         last = output.splitlines()[-1] if output else "it printed nothing"
-        return ChildFailed(f"{who} ended without a word: {last}", trace=output)
+        return ChildFailed(f"{who} ended without a word: {last}", kind="bug", trace=output)
 
     def _output(self, name: str) -> str:
         try:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+ENGINE_DTYPE: Final = torch.bfloat16
+"""What the engine's rule declares that fp32 parameters are cast to."""
+
 _PLACES: Final = "places"
 
 
@@ -53,8 +56,8 @@ def write_parameters(model: nn.Module, path: Path) -> None:
 
 
 def mismatched(shard_paths: Sequence[Path], parameters_path: Path) -> list[str]:
-    """Names whose bytes differ between the trainer's shards, cast to the engine's dtype, and the
-    engine's parameters, or that only one of the two has.
+    """Names whose bytes differ between the trainer's shards, cast as declared, and the engine's
+    parameters, or that only one of the two has.
 
     Raises `IntegrityError` when the shards don't make up a tensor exactly once: then the copies are
     no yardstick.
@@ -75,8 +78,8 @@ def mismatched(shard_paths: Sequence[Path], parameters_path: Path) -> list[str]:
             if name in names
         ]
         shape = next(place[name]["shape"] for place in places if name in place)
-        landed = engine.get_tensor(name)
-        if not same_bits(paste(name, tuple(shape), parts).to(landed.dtype), landed):
+        expected = paste(name, tuple(shape), parts).to(ENGINE_DTYPE)
+        if not same_bits(expected, engine.get_tensor(name)):
             wrong.add(name)
     return sorted(wrong)
 

@@ -11,7 +11,16 @@ import traceback
 from typing import TYPE_CHECKING, TypeVar
 
 from streamsync.demo import messages
-from streamsync.demo.messages import Done, Failed, Happened, Hello, Message, Role, ToChild
+from streamsync.demo.messages import (
+    Done,
+    Failed,
+    FailureKind,
+    Happened,
+    Hello,
+    Message,
+    Role,
+    ToChild,
+)
 from streamsync.errors import (
     ConfigError,
     ControlError,
@@ -28,9 +37,6 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _FLUSH_SECONDS = 10.0
-
-BAD_INPUT = (ConfigError, PlanError, LayoutError, ControlError)
-"""Errors that a person cures by other options or another environment: exit code 2."""
 
 
 class Link:
@@ -111,7 +117,7 @@ def run_child(role: Role, rank: int, work: Callable[[Link], None]) -> int:
         link.send(
             Failed(
                 text=describe(error),
-                is_bad_input=isinstance(error, BAD_INPUT),
+                kind=failure_kind(error),
                 trace=traceback.format_exc(),
             )
         )
@@ -121,6 +127,13 @@ def run_child(role: Role, rank: int, work: Callable[[Link], None]) -> int:
         return 0
     finally:
         link.close()
+
+
+def failure_kind(error: Exception) -> FailureKind:
+    """Whose error it is, for the exit code."""
+    if isinstance(error, ConfigError | PlanError | LayoutError | ControlError):
+        return "input"
+    return "sync" if isinstance(error, StreamsyncError) else "bug"
 
 
 def describe(error: BaseException) -> str:

@@ -13,6 +13,10 @@ from streamsync.types import Apply, SyncReport, Version
 
 Role = Literal["trainer", "engine"]
 
+FailureKind = Literal["input", "sync", "bug"]
+"""What a person cures by other options or another environment; another error of streamsync's own;
+an error that nobody foresaw, of which the traceback must be seen."""
+
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
     """Base of all of them; the JSON object's `type` is the class's name."""
@@ -104,7 +108,7 @@ class Failed(Message, frozen=True):
     """From a child, instead of all that would follow: the error's own text and its traceback."""
 
     text: str
-    is_bad_input: bool
+    kind: FailureKind
     trace: str
 
 

@@ -7,6 +7,7 @@ import secrets
 import signal
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -55,9 +56,10 @@ def main(options: DemoOptions) -> int:
             for line in summary(results, trace):
                 screen.line(line)
     except ChildFailed as failure:
-        if failure.is_bad_input:
+        if failure.kind == "input":
             raise
-        print(failure.trace, file=sys.stderr)
+        if failure.kind == "bug":
+            print(failure.trace, file=sys.stderr)
         print(f"streamsync: {failure}", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -74,7 +76,7 @@ async def _run(options: DemoOptions, ledger: Ledger, screen: Screen) -> tuple[De
     assert task is not None
     # Like Ctrl-C: the children and the scratch folder must go with this process.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    _check_extras()
+    _check_extras(options)
     if options.model == "smollm2":
         screen.line("preparing SmolLM2-135M-Instruct (converted once, then cached)")
     folder = await asyncio.to_thread(prepare, options.model)
@@ -187,12 +189,12 @@ class _Direction:
             await self._heard.wait_for(condition)
 
 
-def _check_extras() -> None:
-    from importlib.util import find_spec
-
+def _check_extras(options: DemoOptions) -> None:
     for module in ("safetensors", "transformers"):
         if find_spec(module) is None:
             raise MissingExtraError("the demo", "demo")
+    if options.transport == "ucx" and find_spec("ucxx") is None:
+        raise MissingExtraError("transport ucx", "ucx")
 
 
 def _screen(options: DemoOptions) -> Screen:
