@@ -1,7 +1,7 @@
 """Every message of the control plane: msgpack of tagged msgspec structs, nothing else.
 
 Between a member and the hub: Join .. Changed. Between a sink rank and a source rank, per
-subscription: Subscribe, Subscribed, Linked (or PlanRefused); per sync: Begin, Credit (coalesced),
+subscription: Subscribe, Subscribed, Linked, ReplicaReady (or PlanRefused); per sync: Begin, Credit (coalesced),
 End, Ack, and on trouble Withdrawn, DropRequest. Between a rank and its replica's coordinator:
 Enlist, Enlisted, Word, Order. `Error` answers any request that failed, `Goodbye` ends a session.
 """
@@ -140,7 +140,6 @@ class Subscribe(Message, frozen=True, kw_only=True):
     protocol: int
     sink: str
     replica: str
-    num_ranks: int
     incarnation: str
     share: Share
     transport: TransportName
@@ -170,6 +169,10 @@ class Linked(Message, frozen=True, kw_only=True):
     begun before that, which this sink can't have."""
 
     missed: Version | None = None
+
+
+class ReplicaReady(Message, frozen=True, kw_only=True):
+    """Coordinator's rank → source: every rank of this replica has all its sessions."""
 
 
 class Begin(Message, frozen=True, kw_only=True):
@@ -231,7 +234,9 @@ class Word(Message, frozen=True, kw_only=True):
     """Rank → coordinator: `kind` of `version`."""
 
     rank: int
-    kind: Literal["announced", "ready", "starved", "armed", "installed", "failed", "quarantined"]
+    kind: Literal[
+        "subscribed", "announced", "ready", "starved", "armed", "installed", "failed", "quarantined"
+    ]
     version: Version
     text: str = ""
     state: Literal["failed", "superseded", "dropped"] = "failed"
@@ -261,8 +266,8 @@ class Error(Message, frozen=True, kw_only=True):
 
 AnyMessage = (
     Join | Welcome | Alive | AliveReply | Leave | AskSources | Sources | AskReplica | ReplicaInfo
-    | Changed | Subscribe | Subscribed | PlanRefused | Linked | Begin | Credit | End | Ack
-    | Withdrawn | DropRequest | Enlist | Enlisted | Word | Order | Goodbye | Error
+    | Changed | Subscribe | Subscribed | PlanRefused | Linked | ReplicaReady | Begin | Credit | End
+    | Ack | Withdrawn | DropRequest | Enlist | Enlisted | Word | Order | Goodbye | Error
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,4 +1,4 @@
-"""A uvloop in a thread of its own, and the one executor for blocking calls."""
+"""A uvloop in a thread of its own, and the executors for its blocking calls."""
 
 from __future__ import annotations
 
@@ -31,6 +31,10 @@ class LoopThread:
         self.executor = concurrent.futures.ThreadPoolExecutor(
             num_threads, thread_name_prefix=f"streamsync-{name}-copy"
         )
+        self.ordered = concurrent.futures.ThreadPoolExecutor(
+            1, thread_name_prefix=f"streamsync-{name}-ordered"
+        )
+        """One thread: what is given to it runs in that order."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -55,6 +59,7 @@ class LoopThread:
                 self._ended.set_result(None)
             finally:
                 self.executor.shutdown(wait=True)
+                self.ordered.shutdown(wait=True)
 
         self._thread = threading.Thread(target=run, name=f"streamsync-{self.name}", daemon=True)
         self._thread.start()

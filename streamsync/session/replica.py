@@ -56,7 +56,8 @@ def to_order(message: m.Order) -> Orders:
 class Coordinator:
     """Rank 0's office: hears every rank's word, tells every rank the orders.
 
-    `own(order)` delivers to the rank in this process. Loop thread only.
+    `own(order)` delivers to the rank in this process; `all_subscribed()` is called each time that
+    every rank has (again) all its sessions. Loop thread only.
     """
 
     def __init__(
@@ -66,10 +67,13 @@ class Coordinator:
         num_ranks: int,
         config: Config,
         own: Callable[[Orders], None],
+        all_subscribed: Callable[[], None],
     ) -> None:
         self._replica = replica
         self._num_ranks = num_ranks
         self._own = own
+        self._all_subscribed = all_subscribed
+        self._subscribed: set[int] = set()
         self._machine = c.CoordinatorMachine(num_ranks)
         self._timers = Timers(config.deadlines, self._feed)
         self._ranks: dict[int, bytes] = {}
@@ -82,7 +86,12 @@ class Coordinator:
 
     def tell(self, word: m.Word) -> None:
         """A rank's word, the own rank's included."""
-        self._feed(c.RankSays(word.rank, word.kind, word.version, word.text, word.state))
+        if word.kind != "subscribed":
+            self._feed(c.RankSays(word.rank, word.kind, word.version, word.text, word.state))
+            return
+        self._subscribed.add(word.rank)
+        if len(self._subscribed) == self._num_ranks:
+            self._all_subscribed()
 
     def _on_message(self, control_id: bytes, message: m.AnyMessage) -> None:
         match message:
@@ -109,6 +118,7 @@ class Coordinator:
         for rank, known in list(self._ranks.items()):
             if known == control_id:
                 del self._ranks[rank]
+                self._subscribed.discard(rank)
                 self._feed(c.RankLost(rank, text))
 
     def _feed(self, event: c.Event) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import logging
 import time
 from functools import partial
@@ -31,9 +30,11 @@ from streamsync.session.replica import Coordinator, Orders, RemoteCoordinator
 from streamsync.session.sink_sync import SinkSync
 from streamsync.session.subscription import Subscriptions
 from streamsync.session.timers import Timers
+from streamsync.types import Version
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Executor
 
     from streamsync.config import Config
     from streamsync.engines.base import Engine
@@ -41,11 +42,13 @@ if TYPE_CHECKING:
     from streamsync.observability.probe import Probe
     from streamsync.plan.plan import Plan, Rules
     from streamsync.session.sink_peer import SinkPeer
-    from streamsync.types import Apply, Arm, SyncReport, Version
+    from streamsync.types import Apply, Arm, SyncReport
 
 _log = logging.getLogger("streamsync.sink")
 
 _KEPT_REPORTS = 64
+NO_VERSION = Version(0, 0)
+"""Before the first commit; epochs begin far above."""
 
 
 class SinkRank:
@@ -66,7 +69,8 @@ class SinkRank:
         place: m.Place,
         config: Config,
         probe: Probe,
-        executor: concurrent.futures.Executor,
+        executor: Executor,
+        engine_executor: Executor,
     ) -> None:
         self.name = f"{replica}/{rank}"
         self._engine = engine
@@ -84,9 +88,7 @@ class SinkRank:
         self._probe = probe
         self._executor = executor
         # One thread, so that the engine sees arm, open, commit and quarantine in order.
-        self._engine_executor = concurrent.futures.ThreadPoolExecutor(
-            1, thread_name_prefix=f"streamsync-{self.name}-engine"
-        )
+        self._engine_executor = engine_executor
         self._machine = r.RankMachine()
         self._sync: SinkSync | None = None
         self._sync_task: asyncio.Task[None] | None = None
@@ -122,7 +124,6 @@ class SinkRank:
                 curve,
                 self.name,
                 self._replica,
-                self._num_ranks,
                 self._place,
                 self._binding,
                 self._config,
@@ -134,7 +135,14 @@ class SinkRank:
                 lost=self._on_source_lost,
             )
             self._coordinator = (
-                Coordinator(curve, self._replica, self._num_ranks, self._config, self._feed)
+                Coordinator(
+                    curve,
+                    self._replica,
+                    self._num_ranks,
+                    self._config,
+                    self._feed,
+                    self._tell_replica_ready,
+                )
                 if self._rank == 0
                 else RemoteCoordinator(
                     curve,
@@ -168,7 +176,6 @@ class SinkRank:
                 self._pool.close()
         finally:
             curve.close()
-            self._engine_executor.shutdown(wait=True)
 
     async def _close(self, running: list[asyncio.Task[None]]) -> None:
         if self._machine.target is not None:
@@ -295,7 +302,14 @@ class SinkRank:
             self._feed(r.SourcesChanged(sources))
         for source, missed in self._subscriptions.take_missed():
             self._feed(r.Withdrawn(source, missed, "this sink subscribed after it had begun"))
+        self._coordinator.tell(
+            m.Word(rank=self._rank, kind="subscribed", version=self._machine.serving or NO_VERSION)
+        )
         self._changed.set()
+
+    def _tell_replica_ready(self) -> None:
+        for peer in self._subscriptions.peers.values():
+            peer.tell(m.ReplicaReady())
 
     def _check_pool(self) -> None:
         """`apply="version"` holds a whole version in host leases before anything is written."""
@@ -380,14 +394,17 @@ class SinkRank:
                         self._call_engine(partial(self._engine.disarm, version))
                     )
             case r.CommitEngine(version):
-                self._committed(version)
+                assert self._sync is not None
+                self._load_bytes_per_second = self._sync.load_bytes_per_second()
+                self._tasks.create_task(self._commit(version, self._sync))
             case r.QuarantineEngine(version, text):
                 _log.error("%s is quarantined at version %s: %s", self.name, version, text)
                 self._probe.moment("quarantined", version=version, text=text)
                 self._tasks.create_task(self._call_engine(partial(self._engine.quarantine, text)))
+            case r.AckSources(version, "committed"):
+                pass  # `_commit` says it when the engine has taken the version
             case r.AckSources(version, state, text):
-                for peer in self._subscriptions.peers.values():
-                    peer.tell(m.Ack(version=version, state=state, text=text))
+                self._ack(m.Ack(version=version, state=state, text=text))
 
     def _start_sync(self, version: Version) -> None:
         assert self.plan is not None
@@ -461,17 +478,19 @@ class SinkRank:
             return False
         return True
 
-    def _committed(self, version: Version) -> None:
-        sync = self._sync
-        assert sync is not None
-        self._load_bytes_per_second = sync.load_bytes_per_second()
-        self._tasks.create_task(self._commit_engine(version, sync))
+    def _ack(self, message: m.Ack) -> None:
+        for peer in self._subscriptions.peers.values():
+            peer.tell(message)
 
-    async def _commit_engine(self, version: Version, sync: SinkSync) -> None:
-        await self._call_engine(partial(self._engine.commit, version))
+    async def _commit(self, version: Version, sync: SinkSync) -> None:
+        if not await self._call_engine(partial(self._engine.commit, version)):
+            text = "the engine failed to commit"
+            self._ack(m.Ack(version=version, state="failed", text=text))
+            return
         self._probe.moment("committed", version=version)
         report = sync.report(time.monotonic())
         self.reports = (*self.reports[1 - _KEPT_REPORTS :], report)
+        self._ack(m.Ack(version=version, state="committed"))
         self._changed.set()
         _log.info(
             "version %s: %.1f MB in %.2f s (%.2f GB/s), first layer after %.2f s, install %.2f s",

@@ -19,15 +19,17 @@ if TYPE_CHECKING:
 @dataclass(slots=True, eq=False)
 class SourcePeer:
     """What a source knows of one subscribed sink rank. `tell` queues a control message to it;
-    `ended` is set when the session is over (the sink may then subscribe again)."""
+    `has_whole_replica`: it said
+    that every rank of its replica is subscribed. `ended` is set when the session is over (the sink
+    may then subscribe again)."""
 
     sink: str
     replica: str
-    num_ranks: int
     control_id: bytes
     stream: Stream
     link: SendLink
     transport: str
     tell: Callable[[Message], None]
+    has_whole_replica: bool = False
     credits: Credits = field(default_factory=Credits)
     ended: asyncio.Event = field(default_factory=asyncio.Event)

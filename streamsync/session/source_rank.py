@@ -88,6 +88,7 @@ class SourceRank:
         self._outcomes: OrderedDict[Version, asyncio.Future[tuple[Outcome, ...]]] = OrderedDict()
         self._reports: OrderedDict[Version, SyncReport] = OrderedDict()
         self._peers_changed = asyncio.Event()
+        self._admitting = asyncio.Lock()
         self._stop = asyncio.Event()
         self._pool: Pool
         self._transports: OpenTransports
@@ -275,12 +276,7 @@ class SourceRank:
             ) from None
 
     def _num_complete_replicas(self) -> int:
-        ranks: dict[str, int] = {}
-        sizes: dict[str, int] = {}
-        for peer in self._peers.values():
-            ranks[peer.replica] = ranks.get(peer.replica, 0) + 1
-            sizes[peer.replica] = peer.num_ranks
-        return sum(ranks[replica] == sizes[replica] for replica in ranks)
+        return sum(peer.has_whole_replica for peer in self._peers.values())
 
     # --- the sinks' side --------------------------------------------------------------------
 
@@ -305,6 +301,9 @@ class SourceRank:
                     peer.credits.grant(message.bytes)
             case m.Ack():
                 self._feed(p.Acknowledged(peer.sink, message.version, message.state, message.text))
+            case m.ReplicaReady():
+                peer.has_whole_replica = True
+                self._peers_changed.set()
             case m.Goodbye():
                 self._lose(peer, message.text or "it said goodbye")
             case _:
@@ -365,7 +364,8 @@ class SourceRank:
         if old is not None:
             await self._drop_peer(old, "it subscribed again")
         transport = await self._transports.get(message.transport)
-        stream = await self._stream_of(message.share)
+        async with self._admitting:  # two sinks of equal layout must find one stream
+            stream = await self._stream_of(message.share)
         offer = transport.offer(self._pool)
         self._listener.send(
             control_id,
@@ -379,7 +379,6 @@ class SourceRank:
         peer = SourcePeer(
             message.sink,
             message.replica,
-            message.num_ranks,
             control_id,
             stream,
             link,

@@ -12,6 +12,7 @@ from streamsync.control.place import watch_process
 from streamsync.control.sockets import Dialer
 from streamsync.digest import compile_bucket
 from streamsync.errors import StreamsyncError, TransportError
+from streamsync.plan.plan import Share
 from streamsync.runtime.pool import frame_bytes
 from streamsync.session.sink_peer import SinkPeer
 from streamsync.stages.copies import prepare_copies
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from streamsync.config import Config
     from streamsync.control.curve import Curve
     from streamsync.layout.binding import Binding
-    from streamsync.plan.plan import Plan, Share
+    from streamsync.plan.plan import Plan
     from streamsync.runtime.pool import Pool
     from streamsync.session.links import OpenTransports
     from streamsync.types import Version
@@ -42,7 +43,6 @@ class Subscriptions:
         curve: Curve,
         sink: str,
         replica: str,
-        num_ranks: int,
         place: m.Place,
         binding: Binding,
         config: Config,
@@ -57,7 +57,6 @@ class Subscriptions:
         self._curve = curve
         self._sink = sink
         self._replica = replica
-        self._num_ranks = num_ranks
         self._place = place
         self._binding = binding
         self._config = config
@@ -71,6 +70,7 @@ class Subscriptions:
         self._sessions: dict[str, asyncio.Task[None]] = {}
         self._sources: tuple[m.SourceInfo, ...] = ()
         self._plan: Plan | None = None
+        self._shares: list[tuple[Share, Share]] = []
         self._feeds: dict[str, Feed] = {}
         self._missed: list[tuple[str, Version]] = []
 
@@ -81,18 +81,30 @@ class Subscriptions:
         ]
 
     def use_plan(self, plan: Plan, sources: tuple[m.SourceInfo, ...]) -> None:
-        """Takes a new plan; call after `drop_all`."""
+        """Takes a new plan; call after `drop_all`. The coordinator's rank (rank 0) also has a
+        session with every source that sends it nothing: through it each source learns of the
+        replica and of its outcomes."""
         self._plan, self._sources, self._feeds = plan, sources, {}
+        self._shares = list(zip(plan.source_shares, plan.sink_shares, strict=True))
+        if self._sink.endswith("/0"):
+            needed = {share.source for share in plan.source_shares}
+            for info in sources:
+                if info.name not in needed:
+                    empty = Share(
+                        source=info.name,
+                        sink=self._sink,
+                        tensors=(),
+                        groups=(),
+                        buckets=(),
+                        digest=0,
+                        membership_epoch=plan.membership_epoch,
+                    )
+                    self._shares.append((empty, empty))
 
     async def connect(self) -> None:
         """Opens every session that is missing; raises the first error after trying all."""
-        assert self._plan is not None
         infos = {info.name: info for info in self._sources}
-        missing = [
-            (source, sink)
-            for source, sink in zip(self._plan.source_shares, self._plan.sink_shares, strict=True)
-            if source.source not in self.peers
-        ]
+        missing = [(ours, theirs) for ours, theirs in self._shares if ours.source not in self.peers]
         results = await asyncio.gather(
             *(self._open(infos[source.source], source, sink) for source, sink in missing),
             return_exceptions=True,
@@ -208,7 +220,6 @@ class Subscriptions:
                 protocol=m.PROTOCOL,
                 sink=self._sink,
                 replica=self._replica,
-                num_ranks=self._num_ranks,
                 incarnation=self._place.process_id,
                 share=source_share,
                 transport=choice.name,
