@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,10 @@ def check_layout(rank: str, layout: Layout, findings: Findings) -> bool:
     return good
 
 
+def _offset(entry: Entry) -> int:
+    return entry.view.offset
+
+
 def check_share(share: Share, layout: Layout) -> None:
     """Raises `PlanError` unless `share` moves nothing but boxes of `layout`, packed without gaps.
 
@@ -71,10 +76,15 @@ def check_share(share: Share, layout: Layout) -> None:
     entries: defaultdict[tuple[int, tuple[int, ...]], list[Entry]] = defaultdict(list)
     for entry in layout.entries:
         entries[entry.view.storage, entry.view.strides].append(entry)
+    for places in entries.values():
+        places.sort(key=_offset)
 
     def is_ours(piece: Piece) -> bool:
         tensor = share.tensors[piece.tensor]
-        for entry in entries.get((piece.view.storage, piece.view.strides), ()):
+        places = entries.get((piece.view.storage, piece.view.strides), [])
+        # Backwards from where the piece begins: in one flat buffer the first is nearly always it.
+        for i in range(bisect_right(places, piece.view.offset, key=_offset) - 1, -1, -1):
+            entry = places[i]
             spec = layout.tensors[entry.tensor]
             if (
                 (spec.shape, spec.dtype) == (tensor.shape, tensor.source_dtype)

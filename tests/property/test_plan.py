@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from streamsync.errors import PlanError
 from streamsync.layout.region import Box, Entry, Layout, TensorSpec, View
+from streamsync.plan.check import check_share
 from streamsync.plan.plan import Piece, Plan, Rules
 from streamsync.plan.planner import make_plan
 
@@ -152,12 +153,13 @@ def test_any_plan_delivers_every_byte_once(job, bucket_bytes: int) -> None:
     shares = plan.source_shares
     assert plan.needed_bytes == needed == sum(share.nbytes for share in shares)
     for share in shares:
+        check_share(share, sources[share.source][0])
         order = [plan.groups.index(share.groups[b.group]) for b in share.buckets]
         assert order == sorted(order)
         assert all(b.nbytes <= max(bucket_bytes, 2) for b in share.buckets)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(jobs(), st.data())
 def test_any_hole_is_refused_by_name(job, data: st.DataObject) -> None:
     """Case 5: without one source entry, either others hold its bytes or its tensor is named."""

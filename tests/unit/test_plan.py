@@ -204,6 +204,13 @@ def test_tied_at_the_source_and_untied_at_the_sink(ties: dict[str, str]) -> None
     assert [p.view.storage for b in share.buckets for p in b.pieces] == [0, 1]
 
 
+@pytest.mark.parametrize("name", [EMBED, HEAD])
+def test_the_other_name_of_a_tied_source_is_not_extra(name: str) -> None:
+    """Case 12: a sink that knows only one of the two names."""
+    source = layout(SMALL, OTHER, ties={HEAD: EMBED})
+    assert plan(layout((name, (6, 4))), source).needed_bytes == 48
+
+
 def test_a_rule_ties_what_the_source_does_not_list() -> None:
     rules = Rules(ties={HEAD: EMBED})
     assert HEAD in refusal(layout(SMALL, OTHER), layout(SMALL))
