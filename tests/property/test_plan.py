@@ -26,9 +26,9 @@ NAMES = [
 
 def strided(array: np.ndarray, view: View, shape: tuple[int, ...]) -> np.ndarray:
     """The view of a storage, as numpy sees it."""
-    return np.lib.stride_tricks.as_strided(
-        array[view.offset :], shape, [s * array.itemsize for s in view.strides]
-    )
+    size = array.itemsize
+    strides = [step * size for step in view.strides]
+    return np.ndarray(shape, array.dtype, array.data, view.offset * size, strides)
 
 
 def values(spec: TensorSpec) -> np.ndarray:
@@ -80,7 +80,7 @@ def rank(draw: st.DrawFn, specs: list[TensorSpec], held: list[tuple[int, Box]]):
 @st.composite
 def jobs(draw: st.DrawFn):
     """(specs, sources, sink): every tensor is covered by each of one or two sets of sources."""
-    shape = st.lists(st.integers(0, 7), max_size=3).map(tuple)
+    shape = st.lists(st.integers(0, 5), max_size=3).map(tuple)
     names = draw(st.lists(st.sampled_from(NAMES), min_size=1, unique=True))
     specs = [TensorSpec(name, draw(shape), "uint16") for name in names]
     ranks = [f"trainer/{k}" for k in range(draw(st.integers(1, 4)))]
