@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,9 +16,10 @@ from streamsync.demo.exactness import write_parameters
 from streamsync.demo.generation import Generator, Token
 from streamsync.demo.instructions import PROMPTS
 from streamsync.demo.link import Link, run_child
-from streamsync.demo.messages import Answered, Installed, Planned, Ready, Setup, Stop
+from streamsync.demo.messages import Answered, Begin, Installed, Planned, Ready, Setup, Stop
 from streamsync.demo.models import demo_model, version_steps
 from streamsync.engines.torch_module import TorchEngine
+from streamsync.errors import TransferTimeout
 from streamsync.observability.probe import Event, Probe
 from streamsync.plan.plan import CastRule, Rules
 from streamsync.subscriber import Subscriber
@@ -25,11 +27,13 @@ from streamsync.subscriber import Subscriber
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from streamsync.types import Version
+    from streamsync.types import SyncReport, Version
 
 _SETUP_SECONDS = 60.0
+_BEGIN_SECONDS = 300.0
 _VERSION_SECONDS = 900.0
 _JOIN_SECONDS = 5.0
+_REPORT_SECONDS = 10.0
 
 
 class Watcher:
@@ -63,21 +67,29 @@ class Watcher:
     def _run(self) -> None:
         try:
             for index, step in enumerate(self._steps):
-                self._subscriber.wait(step=step, timeout=_VERSION_SECONDS)
-                self._report(index)
+                version = self._subscriber.wait(step=step, timeout=_VERSION_SECONDS)
+                self._report(index, version)
         except Exception as error:
             self.error = error
 
-    def _report(self, index: int) -> None:
-        version, plan = self._subscriber.version, self._subscriber.plan
-        assert version is not None
+    def _report(self, index: int, version: Version) -> None:
+        plan, report = self._subscriber.plan, self._account(version)
         assert plan is not None
         if index == 0:
             self._link.send(Planned(groups=plan.groups, needed_bytes=plan.needed_bytes))
         path = self._folder / f"parameters-{index}.safetensors"
         write_parameters(self._module, path)
-        report = next(r for r in reversed(self._subscriber.reports) if r.version == version)
         self._link.send(Installed(index=index, report=report, path=str(path)))
+
+    def _account(self, version: Version) -> SyncReport:
+        """The subscriber's report of `version`, which may come a moment after the version."""
+        deadline = time.monotonic() + _REPORT_SECONDS
+        while time.monotonic() < deadline:
+            for report in self._subscriber.reports:
+                if report.version == version:
+                    return report
+            time.sleep(_REPORT_SECONDS / 1000)
+        raise TransferTimeout(f"no report within {_REPORT_SECONDS:g} s", version=version)
 
 
 def work(link: Link) -> None:
@@ -101,6 +113,8 @@ def work(link: Link) -> None:
         probe=probe,
     ) as subscriber:
         link.send(Ready(num_parameters=sum(p.numel() for p in module.parameters())))
+        # Until then the trainer, still being built, needs the cores more.
+        link.receive(Begin, _BEGIN_SECONDS)
         watcher = Watcher(subscriber, module, version_steps(model, setup.syncs), setup, link)
         watcher.start()
 

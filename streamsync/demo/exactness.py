@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from streamsync.errors import IntegrityError
 
@@ -29,6 +28,7 @@ _PLACES: Final = "places"
 def write_shards(model: nn.Module, path: Path) -> None:
     """Writes this rank's shard of every parameter, and where it lies in the whole tensor."""
     from safetensors.torch import save_file
+    from torch.distributed.tensor import DTensor  # a second that the parent need not spend
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shards: dict[str, torch.Tensor] = {}

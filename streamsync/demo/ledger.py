@@ -35,6 +35,7 @@ class Ledger:
         self.ready: set[Sender] = set()
         self.done: set[Sender] = set()
         self.num_parameters = 0
+        self.num_tokens = 0
         self.plan: Planned | None = None
         self.events: defaultdict[Sender, list[Event]] = defaultdict(list)
         self.copies: defaultdict[int, dict[int, str]] = defaultdict(dict)
@@ -55,6 +56,7 @@ class Ledger:
                 self.plan = message
             case Happened():
                 self.events[sender].append(message.event)
+                self.num_tokens += message.event.name == "token"
             case Copied():
                 self.copies[message.index][sender.rank] = message.path
             case Published():

@@ -38,6 +38,10 @@ class Setup(Message, frozen=True):
     num_source_ranks: int
 
 
+class Begin(Message, frozen=True):
+    """To the engine: everybody is ready, generate."""
+
+
 class Proceed(Message, frozen=True):
     """To the trainer: sync number `index` may begin, the one before is checked and answered."""
 
@@ -116,7 +120,7 @@ class Done(Message, frozen=True):
     """From a child, its last."""
 
 
-ToChild = Setup | Proceed | Stop
+ToChild = Setup | Begin | Proceed | Stop
 ToParent = (
     Hello | Ready | Planned | Happened | Copied | Published | Installed | Answered | Failed | Done
 )

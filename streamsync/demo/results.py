@@ -105,7 +105,7 @@ def demo_results(options: DemoOptions, ledger: Ledger) -> DemoResults:
         transport=", ".join(sorted({report.transport for report in reports})),
         needed_bytes=shown.needed_bytes,
         wire_bytes=shown.wire_bytes,
-        tokens_generated=len(token_times(ledger.events[ENGINE])),
+        tokens_generated=ledger.num_tokens,
         prompts=PROMPTS,
         answers=answers,
         syncs=syncs,

@@ -16,7 +16,7 @@ import msgspec
 from streamsync.control.hub import Hub
 from streamsync.demo.crew import ChildFailed, Crew
 from streamsync.demo.ledger import Ledger
-from streamsync.demo.messages import Happened, Hello, Proceed, Setup, Stop, ToParent
+from streamsync.demo.messages import Begin, Happened, Hello, Proceed, Setup, Stop, ToParent
 from streamsync.demo.models import prepare
 from streamsync.demo.results import DemoResults, demo_results, sync_result
 from streamsync.demo.screen import PlainScreen, Screen, summary, sync_line
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 _SILENCE_SECONDS: Final = 240.0
 """Importing torch, or one optimizer step, on a machine that is busy with something else."""
+
+_FIRST_TOKENS: Final = 3
+"""Before the first sync, so that there are gaps to compare its stall with."""
 
 _CHILD_ENVIRONMENT: Final = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -142,6 +145,8 @@ class _Direction:
         await crew.start("engine", ["streamsync.demo.engine"], _CHILD_ENVIRONMENT)
         await self._until(lambda: len(ledger.ready) == options.source_ranks + 1)
         self._screen.line(f"{ledger.num_parameters / 1e6:,.1f} M parameters; generating")
+        crew.tell("engine", Begin())
+        await self._until(lambda: ledger.num_tokens >= _FIRST_TOKENS)
         for index in range(options.syncs):
             crew.tell("trainer", Proceed(index=index))
             await self._until(lambda index=index: ledger.is_installed(index))  # type: ignore[misc]
@@ -182,7 +187,7 @@ class _Direction:
             case Happened(event=event) if event.name == "train" and sender.rank == 0:
                 self._screen.line(f"trained: {event.text} in {event.seconds:.1f} s")
             case Happened(event=event) if event.name == "committed" and sender.role == "engine":
-                self._screen.line(f"version {event.version} committed")
+                self._screen.line(f"committed: version {event.version}")
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         async with self._heard:

@@ -38,7 +38,7 @@ class PlainScreen(Screen):
 def sync_line(sync: SyncResult, transport: str) -> str:
     """A sync in one line."""
     return (
-        f"version {sync.version}: {sync.bytes / 1e6:,.1f} MB by {transport} in "
+        f"checked: version {sync.version}, {sync.bytes / 1e6:,.1f} MB by {transport} in "
         f"{sync.seconds:.2f} s, {sync.gb_per_s:.2f} GB/s; "
         f"publish() blocked {sync.publish_blocked_seconds:.2f} s, "
         f"generation stalled {sync.stall_seconds:.2f} s; "
@@ -52,8 +52,9 @@ def sync_line(sync: SyncResult, transport: str) -> str:
 
 def summary(results: DemoResults, trace: str) -> list[str]:
     """The end of the run, as lines: the syncs, the stages, the answers, the verdict."""
+    names = [f"step {sync.step}" for sync in results.syncs]
     columns = [
-        ("version", [sync.version for sync in results.syncs]),
+        ("version", names),
         ("MB", [f"{sync.bytes / 1e6:.1f}" for sync in results.syncs]),
         ("seconds", [f"{sync.seconds:.2f}" for sync in results.syncs]),
         ("GB/s", [f"{sync.gb_per_s:.2f}" for sync in results.syncs]),
@@ -64,10 +65,10 @@ def summary(results: DemoResults, trace: str) -> list[str]:
         ("tensors that differ", [str(sync.mismatched_tensors) for sync in results.syncs]),
     ]
     lines = ["", *table(columns), ""]
-    names = list(results.syncs[0].stages)
+    stages = list(results.syncs[0].stages)
     lines += table(
         [
-            ("busy / blocked s", [sync.version for sync in results.syncs]),
+            ("busy / blocked s", names),
             *(
                 (
                     name,
@@ -77,15 +78,15 @@ def summary(results: DemoResults, trace: str) -> list[str]:
                         for sync in results.syncs
                     ],
                 )
-                for name in names
+                for name in stages
             ),
         ]
     )
     for number, prompt in enumerate(results.prompts):
         lines += ["", prompt]
         lines += [
-            f"  {sync.version}  {answers[number]}"
-            for sync, answers in zip(results.syncs, results.answers, strict=True)
+            f"  {name:>{max(map(len, names))}}  {answers[number]}"
+            for name, answers in zip(names, results.answers, strict=True)
         ]
     lines += [
         "",

@@ -59,7 +59,9 @@ async def everything(crew: Crew) -> list[ToParent]:
 
 
 async def test_a_child_hears_and_is_heard(crew: Crew, tmp_path: Path) -> None:
-    body = 'index = link.receive(Proceed, 20).index; link.event(Event(name="token", started_at=index))'
+    body = (
+        'index = link.receive(Proceed, 20).index; link.event(Event(name="token", started_at=index))'
+    )
     await start(crew, tmp_path, body)
     heard = await everything(crew)
     assert [type(message) for message in heard] == [Hello, Happened, Done]
