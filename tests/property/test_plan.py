@@ -128,7 +128,7 @@ def execute(plan: Plan, sources, storages: list[np.ndarray]) -> list[np.ndarray]
     return writes
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(jobs(), st.integers(1, 64) | st.just(1 << 20))
 def test_any_plan_delivers_every_byte_once(job, bucket_bytes: int) -> None:
     """Case 6, 22, 23, 24: any sharding, replication, stride and bucket size gives the same."""
@@ -159,7 +159,7 @@ def test_any_plan_delivers_every_byte_once(job, bucket_bytes: int) -> None:
         assert all(b.nbytes <= max(bucket_bytes, 2) for b in share.buckets)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(jobs(), st.data())
 def test_any_hole_is_refused_by_name(job, data: st.DataObject) -> None:
     """Case 5: without one source entry, either others hold its bytes or its tensor is named."""
