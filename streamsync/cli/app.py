@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 import streamsync
-from streamsync.bench.options import PipelineOptions
+from streamsync.bench.options import PipelineOptions, parse_bytes
 from streamsync.config import TransportName
 from streamsync.demo.options import DemoOptions, ModelName
 from streamsync.errors import ConfigError
@@ -84,20 +84,28 @@ def demo(
 @bench.command()
 def pipeline(
     transport: Transport = "auto",
-    bytes_: Annotated[int, typer.Option("--bytes", help="What one sync moves.")] = (
-        PipelineOptions().bytes
-    ),
-    bucket_bytes: Annotated[int, typer.Option(help="Largest bucket.")] = (
-        PipelineOptions().bucket_bytes
-    ),
-    pool_bytes: Annotated[int, typer.Option(help="Host memory for leases, per rank.")] = (
-        PipelineOptions().pool_bytes
-    ),
+    bytes_: Annotated[
+        int,
+        typer.Option("--bytes", parser=parse_bytes, metavar="BYTES", help="What one sync moves."),
+    ] = PipelineOptions().bytes,
+    bucket_bytes: Annotated[
+        int, typer.Option(parser=parse_bytes, metavar="BYTES", help="Largest bucket.")
+    ] = PipelineOptions().bucket_bytes,
+    pool_bytes: Annotated[
+        int,
+        typer.Option(parser=parse_bytes, metavar="BYTES", help="Host memory for leases, per rank."),
+    ] = PipelineOptions().pool_bytes,
     tensors: Annotated[int, typer.Option(help="Tensors of the synthetic model.")] = (
         PipelineOptions().tensors
     ),
     digest: Annotated[Literal["on", "off"], typer.Option(help="Prove the landed bytes.")] = "on",
     apply: ApplyMode = "layer",
+    cast: Annotated[
+        bool, typer.Option("--cast", help="From float32 to bfloat16, not from bfloat16.")
+    ] = False,
+    syncs: Annotated[int, typer.Option(help="Measured syncs; one more goes before.")] = (
+        PipelineOptions().syncs
+    ),
     json: Json = None,
 ) -> None:
     """Moves a synthetic model from one process to another, beside the barest program that does."""
@@ -109,6 +117,8 @@ def pipeline(
         tensors=tensors,
         digest=digest == "on",
         apply=apply,
+        cast=cast,
+        syncs=syncs,
         json=json,
     )
     from streamsync.bench import pipeline as benchmark
