@@ -61,10 +61,6 @@ class ReceiveLink(ABC):
     waiting_seconds: float = 0.0
     """Time inside `receive` before the first byte of a frame was there: the peer's, not ours."""
 
-    def prepare(self, lease: Lease, nbytes: int) -> None:  # noqa: B027 - optional on purpose
-        """Says that the frame after those prepared or received so far will be received into
-        `lease`. Lets a link post the receive ahead; `receive` must follow in the same order."""
-
     @abstractmethod
     async def receive(self, lease: Lease | None, nbytes: int) -> Lease:
         """The next frame, whose payload must have `nbytes` bytes.

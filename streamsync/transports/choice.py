@@ -37,11 +37,11 @@ def choose(
         )
     if name == "shm" and not same_host:
         raise ConfigError(
-            "transport='shm' joins processes of one host (and one container) only; use auto, tcp or ucx"
+            "transport='shm' joins processes of one host (and container) only; use auto, tcp or ucx"
         )
     if name == "ucx" and not has_ucx:
         raise ConfigError(
-            "transport='ucx' needs ucxx at both ends: pip install 'streamsync[ucx]' where it is missing"
+            "transport='ucx' needs ucxx at both ends: pip install 'streamsync[ucx]' where it lacks"
         )
     if name != "auto":
         return Choice(name, "The settings ask for it.")

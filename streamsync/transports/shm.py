@@ -128,7 +128,7 @@ class ShmReceiveLink(MappedReceiveLink):
         self._transport = transport
         self._region = region
         self._next = 0
-        self._out: dict[int, tuple[int, int]] = {}
+        self._num_out = 0
         self._returns = bytearray()
         self._records = RecordSocket(connection, _DESCRIPTOR, self._described, self._ended)
         transport._links.add(self)
@@ -150,19 +150,18 @@ class ShmReceiveLink(MappedReceiveLink):
             self._lose("the source aborted the link")
             return
         end = offset + HEADER_BYTES + nbytes
-        busy = any(offset < there and here < end for here, there in self._out.values())
-        if number != self._next or offset % HEADER_BYTES or end > self._region.nbytes or busy:
+        if number != self._next or offset % HEADER_BYTES or end > self._region.nbytes:
             self._lose(
                 f"the source sent a descriptor that can't be: frame {number} at {offset} with "
                 f"{nbytes} bytes in {self._region.nbytes}"
             )
             return
         self._next += 1
-        self._out[number] = (offset, end)
+        self._num_out += 1
         self._arrive(Lease(self._region, offset, nbytes, lambda _: self._give_back(number)))
 
     def _give_back(self, number: int) -> None:
-        del self._out[number]
+        self._num_out -= 1
         if not self._returns:
             self._loop.call_soon(self._post_returns)
         self._returns += _RETURN.pack(number)
@@ -173,7 +172,7 @@ class ShmReceiveLink(MappedReceiveLink):
         self._close_if_empty()
 
     def _close_if_empty(self) -> None:
-        if self._aborted and not self._out and not self._returns:
+        if self._aborted and not self._num_out and not self._returns:
             self._leave()
 
     def _leave(self) -> None:

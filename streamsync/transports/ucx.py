@@ -25,9 +25,10 @@ import secrets
 import struct
 import threading
 import time
-from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+
+import xxhash
 
 from streamsync.errors import (
     ConfigError,
@@ -55,7 +56,7 @@ SETTINGS = {
     "UCX_TCP_RX_SEG_SIZE": "256K",
     "UCX_KEEPALIVE_INTERVAL": "2s",
     "UCX_LOG_LEVEL": "error",
-    "UCX_LOG_FILE": "/dev/stderr",  # stdout is the host program's
+    "UCX_LOG_FILE": "stderr",  # the default is stdout; as /dev/stderr it would truncate a log file
     "UCX_WARN_UNUSED_ENV_VARS": "n",
 }
 """Environment that UCX reads when it is loaded. What the user has set stays."""
@@ -66,6 +67,7 @@ DRAIN_SECONDS = 2.0
 _FAREWELL_SECONDS = 0.2
 _COUNT = struct.Struct("<Q")
 _TOKEN_BYTES = 8
+_SEAL_BYTES = 8
 _HELLO, _WELCOME, _SOURCE_FAREWELL, _SINK_FAREWELL, _FIRST_FRAME = range(5)
 _RDMA = ("rc_", "dc_", "ud_", "gga_", "srd")  # how UCX names its RDMA transports
 _NANOSECONDS = 10**9
@@ -129,8 +131,8 @@ class _Worker:
         ucxx, loop = _ucxx(), asyncio.get_running_loop()
         if self.num_users and self.loop is not loop:
             raise ConfigError(
-                "UCX works with one event loop per process, and another one of this process uses it: "
-                "give the Publisher and the Subscriber one loop, or use transport='auto'"
+                "UCX works with one event loop per process, and another one of this process uses "
+                "it: give the Publisher and the Subscriber one loop, or use transport='auto'"
             )
         if not self.num_users:
             try:
@@ -280,7 +282,7 @@ class _Link:
 
 
 class UcxSendLink(_Link, SendLink):
-    """The source's end; see `SendLink`. Up to `WINDOW` frames are under way after `send` returns."""
+    """The source's end; see `SendLink`. After `send`, up to `WINDOW` frames are under way."""
 
     async def send(self, lease: Lease) -> None:
         """Posts the frame once there is room in the window."""
@@ -313,36 +315,22 @@ class UcxSendLink(_Link, SendLink):
 class UcxReceiveLink(_Link, ReceiveLink):
     """The sink's end; see `ReceiveLink`.
 
-    UCX doesn't tell when a frame's first byte comes. So `waiting_seconds` counts what a receive took
-    beyond the time that this link's fastest frame would have needed for as many bytes.
+    UCX doesn't tell when a frame's first byte comes. So `waiting_seconds` counts what a receive
+    took beyond the time that this link's fastest frame would have needed for as many bytes.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._prepared: deque[tuple[Lease, asyncio.Task[None]]] = deque()
-        self._seconds_per_byte = 1e-9  # 1 GB/s until a frame was faster
+    _seconds_per_byte = 1e-9  # 1 GB/s until a frame was faster
 
-    def prepare(self, lease: Lease, nbytes: int) -> None:
-        """See `ReceiveLink.prepare`."""
-        if not self._lost:
-            self._prepared.append((lease, self._post(lease, nbytes)))
-
-    def _post(self, lease: Lease, nbytes: int) -> asyncio.Task[None]:
+    async def receive(self, lease: Lease | None, nbytes: int) -> Lease:
+        """See `ReceiveLink.receive`. One is posted at a time: the next frame's rendezvous waits
+        at this end already, and two at once were slower on one host, over CMA and TCP alike."""
+        assert lease is not None, "ucx receives into the sink's own leases"
+        if self._lost and self._num_through >= (self._peer_through or 0):
+            raise PeerLost(self._lost)
         number = self._num_frames
         self._num_frames += 1
         frame = lease.frame[: HEADER_BYTES + nbytes]
-        return self._start(self._receive(_FIRST_FRAME + number, frame, f"in frame {number}"), lease)
-
-    async def receive(self, lease: Lease | None, nbytes: int) -> Lease:
-        """See `ReceiveLink.receive`."""
-        assert lease is not None, "ucx receives into the sink's own leases"
-        if self._prepared:
-            promised, task = self._prepared.popleft()
-            assert promised is lease, "frames are received in the order they were prepared in"
-        else:
-            if self._lost and self._num_frames >= (self._peer_through or 0):
-                raise PeerLost(self._lost)
-            task = self._post(lease, nbytes)
+        task = self._start(self._receive(_FIRST_FRAME + number, frame, f"in frame {number}"), lease)
         started = time.monotonic()
         await self._any(task)
         if not task.done():
@@ -381,7 +369,7 @@ class UcxTransport(Transport):
         """Starts UCX; raises `MissingExtraError`, or `ConfigError` for a second loop."""
         await asyncio.to_thread(_ucxx)  # the import takes a second
         _worker.enter()
-        self._address = bytes(_ucxx().get_worker_address().tobytes())
+        self._address = _seal(bytes(_ucxx().get_worker_address().tobytes()))
         _log.info("%s", await asyncio.to_thread(describe))
 
     def address(self) -> bytes:
@@ -419,6 +407,7 @@ class UcxTransport(Transport):
 
     async def _reach(self, address: bytes) -> Any:
         ucxx = _ucxx()
+        address = _unseal(address)
         with _errors("before it was reached"):
             return await ucxx.create_endpoint_from_worker_address(
                 ucxx.get_ucx_address_from_buffer(address), True
@@ -443,6 +432,18 @@ class UcxTransport(Transport):
         if self._address:
             self._address = b""
             await _worker.leave()
+
+
+def _seal(address: bytes) -> bytes:
+    """A worker address behind its checksum: UCX ends the process when it is given anything else.
+    That the address is a friend's is the control session's affair."""
+    return xxhash.xxh64_digest(address) + address
+
+
+def _unseal(sealed: bytes) -> bytes:
+    if xxhash.xxh64_digest(sealed[_SEAL_BYTES:]) != sealed[:_SEAL_BYTES]:
+        raise TransportError("the peer's address is not one of ucx")
+    return sealed[_SEAL_BYTES:]
 
 
 def _base(token: bytes) -> int:
