@@ -38,6 +38,8 @@ _log = logging.getLogger("streamsync.control")
 
 M = TypeVar("M", bound=Message)
 
+_LAST_WORDS_MILLISECONDS = 200
+
 _ERRORS: dict[str, type[StreamsyncError]] = {
     "config": ConfigError,
     "plan": PlanError,
@@ -53,6 +55,12 @@ def error_message(error: StreamsyncError, request: int) -> Error:
         if isinstance(error, cls):
             return Error(request=request, kind=kind, text=str(error))  # type: ignore[arg-type]
     return Error(request=request, kind="control", text=str(error))
+
+
+def _sent(result: object) -> BaseException | None:
+    """The error of a non-blocking send: zmq.asyncio's are done when they return."""
+    assert isinstance(result, asyncio.Future)
+    return result.exception()
 
 
 def resolve_endpoint(host: str, port: int) -> str:
@@ -93,12 +101,11 @@ class Listener:
     def send(self, peer: bytes, message: Message) -> None:
         """Queues a message (queues have no limit, so this never waits). A peer that is gone is
         reported to `lost`."""
-        try:
-            self._socket.send_multipart([peer, encode(message)], flags=zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise ControlError(f"control message not sent: {error}") from error
+        error = _sent(self._socket.send_multipart([peer, encode(message)], flags=zmq.NOBLOCK))
+        if isinstance(error, zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH:
             self._lost(peer, "its control session is gone")
+        elif error is not None:
+            raise ControlError(f"control message not sent: {error}") from error
 
     async def run(self) -> None:
         """Receives until cancelled."""
@@ -118,8 +125,8 @@ class Listener:
                     self.send(peer, error_message(error, message.request if message else 0))
 
     def close(self) -> None:
-        """Closes the socket."""
-        self._socket.close()
+        """Closes the socket; what was sent still leaves, if the peers take it at once."""
+        self._socket.close(linger=_LAST_WORDS_MILLISECONDS)
 
 
 class Dialer:
@@ -244,8 +251,11 @@ class Dialer:
 
     def send(self, message: Message) -> None:
         """Queues a message; silently dropped when the peer is lost already."""
-        if self._dead is None:
-            self._socket.send(encode(message), flags=zmq.NOBLOCK)
+        if self._dead is not None:
+            return
+        error = _sent(self._socket.send(encode(message), flags=zmq.NOBLOCK))
+        if error is not None:
+            raise ControlError(f"control message not sent: {error}", peer=self.peer) from error
 
     async def request(self, message: Message, answer: type[M], deadline: float) -> M:
         """Sends and waits for the answer; raises the peer's error, `PeerLost` or `ControlError`."""
@@ -273,9 +283,9 @@ class Dialer:
         return reply
 
     def close(self) -> None:
-        """Closes the sockets."""
+        """Closes the sockets; what was sent still leaves, if the peer takes it at once."""
         if self._handshake.done() and not self._handshake.cancelled():
             self._handshake.exception()
         self._socket.disable_monitor()
         self._monitor.close()
-        self._socket.close()
+        self._socket.close(linger=_LAST_WORDS_MILLISECONDS)

@@ -104,7 +104,7 @@ class Account:
     pool: Pool
     name: str
     minimum_bytes: int
-    maximum_bytes: int | None
+    demand_bytes: int
     reserve_offset: int
     reserve_free: bool = True
     used_bytes: int = 0
@@ -157,12 +157,14 @@ class Pool:
         self.num_outstanding = 0
 
     def open_account(
-        self, name: str, minimum_bytes: int, maximum_bytes: int | None = None
+        self, name: str, minimum_bytes: int, demand_bytes: int | None = None
     ) -> Account:
         """Reserves room for one payload of `minimum_bytes`; raises `ConfigError` with the number
         needed when the pool can't.
 
-        `maximum_bytes` bounds all payloads of the account; None means an equal part of the pool.
+        `demand_bytes` is what the account could use at most, in frame bytes; None means all it can
+        get. An account may hold an equal part of the pool, and beyond that what the others could
+        never claim.
         """
         size = frame_bytes(minimum_bytes)
         offset = self._carve(size)
@@ -174,7 +176,8 @@ class Pool:
                 "or lower bucket_bytes",
                 peer=name,
             )
-        account = Account(self, name, minimum_bytes, maximum_bytes, offset)
+        demand = self.capacity_bytes if demand_bytes is None else demand_bytes
+        account = Account(self, name, minimum_bytes, demand, offset)
         self._accounts.append(account)
         return account
 
@@ -190,9 +193,9 @@ class Pool:
 
     def limit_bytes(self, account: Account) -> int:
         """How many frame bytes `account` may hold at once."""
-        if account.maximum_bytes is not None:
-            return max(account.maximum_bytes, account.minimum_bytes)
-        return self.capacity_bytes // max(1, len(self._accounts))
+        equal = self.capacity_bytes // max(1, len(self._accounts))
+        others = sum(min(a.demand_bytes, equal) for a in self._accounts if a is not account)
+        return max(equal, self.capacity_bytes - others)
 
     def try_acquire(self, account: Account, nbytes: int) -> Lease | None:
         """See `Account.try_acquire`."""

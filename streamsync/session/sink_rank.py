@@ -180,6 +180,8 @@ class SinkRank:
     async def _close(self, running: list[asyncio.Task[None]]) -> None:
         if self._machine.target is not None:
             self._feed(r.Failed(self._machine.target, "the subscriber closes"))
+        if self._machine.state is r.RankState.ARMED:  # no ABORT came: it can't go back alone
+            self._feed(r.CoordinatorLost("the subscriber closes"))
         if isinstance(self._coordinator, RemoteCoordinator):
             self._coordinator.close()
         self._member.leave()

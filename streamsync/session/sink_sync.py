@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from streamsync.control.messages import Credit
-from streamsync.errors import IntegrityError
+from streamsync.errors import IntegrityError, TransferTimeout
 from streamsync.runtime.channel import open_channel
 from streamsync.stages.arrival import Arrival
 from streamsync.stages.clock import StageClock
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from streamsync.session.sink_peer import SinkPeer
     from streamsync.stages.stream import Received
     from streamsync.types import Apply, Arm, Version
+
+
+_STALLED_SECONDS = 1.0
 
 
 class SinkSync:
@@ -86,7 +89,12 @@ class SinkSync:
             landed=self._landed,
         )
         self._receivers: list[Receiver] = []
+        loop = asyncio.get_running_loop()
         self._ends: dict[str, asyncio.Future[End]] = {}
+        for peer in self.peers:
+            future = self._ends[peer.source] = loop.create_future()
+            if peer.early_end is not None and peer.early_end.version == version:
+                future.set_result(peer.early_end)
         self._wire_before = [peer.link.wire_bytes for peer in self.peers]
         self._started_at = time.monotonic()
         self._go_at = 0.0
@@ -98,16 +106,12 @@ class SinkSync:
         to_load: SendHalf[Received]
         from_receive: ReceiveHalf[Received]
         to_load, from_receive = open_channel("receive-load", max(self._needed_bytes, 1))
-        loop = asyncio.get_running_loop()
-        self._ends = {peer.source: loop.create_future() for peer in self.peers}
-        for peer in self.peers:
-            if peer.early_end is not None and peer.early_end.version == self.version:
-                self._ends[peer.source].set_result(peer.early_end)
         if self._arm_at_begin or not self._needed_bytes:
             self._tell_ready(starved=False, verified=self._whole)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._loader.run(from_receive))
             tasks.create_task(self._receive_all(to_load))
+            tasks.create_task(self._arm_when_stalled())
         for receiver, peer, before in zip(
             self._receivers, self.peers, self._wire_before, strict=True
         ):
@@ -142,8 +146,16 @@ class SinkSync:
             future.set_result(message)
 
     async def _check_end(self, receiver: Receiver, peer: SinkPeer, wire_bytes: int) -> None:
-        async with asyncio.timeout(self._progress_seconds):
-            end = await self._ends[peer.source]
+        try:
+            async with asyncio.timeout(self._progress_seconds):
+                end = await self._ends[peer.source]
+        except TimeoutError:
+            raise TransferTimeout(
+                f"the source did not say within {self._progress_seconds:g} s that it sent all",
+                peer=peer.source,
+                version=self.version,
+                stage="receive",
+            ) from None
         if (end.wire_bytes, end.digest) != (wire_bytes, receiver.digest):
             raise IntegrityError(
                 f"{end.wire_bytes} bytes with digest sum {end.digest:016x} were sent, "
@@ -161,6 +173,15 @@ class SinkSync:
                 self._tell_ready(starved=False, verified=True)
         elif self._arrival.may_arm(now):
             self._tell_ready(starved=False, verified=False)
+
+    async def _arm_when_stalled(self) -> None:
+        """Leases of an in-place link are the source's, which may have too few left for us to hold
+        back a whole version: when nothing comes any more, only loading frees them."""
+        while not self._told_ready:
+            arrived = self._arrival.arrived_bytes
+            await asyncio.sleep(_STALLED_SECONDS)
+            if arrived and arrived == self._arrival.arrived_bytes and not self._whole:
+                self._tell_ready(starved=True, verified=False)
 
     def _tell_ready(self, *, starved: bool, verified: bool) -> None:
         if not self._told_ready and not self._loader.go.is_set():

@@ -26,7 +26,7 @@ from streamsync.errors import (
     VersionError,
 )
 from streamsync.observability.probe import Event, Probe
-from streamsync.runtime.pool import Pool
+from streamsync.runtime.pool import Pool, frame_bytes
 from streamsync.session.links import OpenTransports
 from streamsync.session.source_peer import SourcePeer
 from streamsync.session.source_sync import SourceSync
@@ -86,6 +86,7 @@ class SourceRank:
         self._sync: SourceSync | None = None
         self._snapshots: dict[Version, asyncio.Future[None]] = {}
         self._outcomes: OrderedDict[Version, asyncio.Future[tuple[Outcome, ...]]] = OrderedDict()
+        self._published_at: dict[Version, float] = {}
         self._reports: OrderedDict[Version, SyncReport] = OrderedDict()
         self._peers_changed = asyncio.Event()
         self._admitting = asyncio.Lock()
@@ -183,6 +184,7 @@ class SourceRank:
         loop = asyncio.get_running_loop()
         snapshot: asyncio.Future[None] = loop.create_future()
         self._snapshots[version] = snapshot
+        self._published_at[version] = started_at
         self._outcomes[version] = loop.create_future()
         while len(self._outcomes) > _KEPT_VERSIONS:
             old, future = self._outcomes.popitem(last=False)
@@ -197,6 +199,7 @@ class SourceRank:
             raise
         finally:
             self._snapshots.pop(version, None)
+            self._published_at.pop(version, None)
         self._probe.emit(
             Event(
                 name="publish",
@@ -249,12 +252,12 @@ class SourceRank:
 
     def report(self, version: Version) -> SyncReport:
         """See `Publisher.report`."""
+        report = self._reports.get(version)
+        if report is not None:
+            return report
         if self._sync is not None and self._sync.version == version:
             return self._sync.report()
-        try:
-            return self._reports[version]
-        except KeyError:
-            raise VersionError(f"no sync of version {version} ran here, or long ago") from None
+        raise VersionError(f"no sync of version {version} ran here, or long ago")
 
     async def wait_for_replicas(self, num_replicas: int, deadline: float) -> None:
         """See `Publisher.wait_for_replicas`."""
@@ -413,7 +416,10 @@ class SourceRank:
         for stream in self._streams:
             if stream.share.digest == share.digest and stream.share.buckets == share.buckets:
                 return stream
-        account = self._pool.open_account(share.sink, share.max_bucket_bytes)
+        if self._machine.running is not None and self._pool.num_outstanding:
+            raise TransportError("a sync is running: subscribe when it is over", peer=share.sink)
+        demand = sum(frame_bytes(bucket.nbytes) for bucket in share.buckets)
+        account = self._pool.open_account(share.sink, share.max_bucket_bytes, demand)
         try:
             stream = await asyncio.get_running_loop().run_in_executor(
                 self._executor, partial(self._prepare, share, account)
@@ -456,9 +462,9 @@ class SourceRank:
             case p.Refuse(version, text):
                 self._outcomes.pop(version, None)
                 self._fail_snapshot(version, VersionError(text, rank=self._name))
-            case p.Withdraw(version, text):
+            case p.Withdraw(version, text, superseded):
                 for peer in self._peers.values():
-                    peer.tell(m.Withdrawn(version=version, text=text, superseded=True))
+                    peer.tell(m.Withdrawn(version=version, text=text, superseded=superseded))
                 self._fail_snapshot(version, VersionError(text, rank=self._name, version=version))
             case p.AskToDrop(name, version):
                 if name in self._peers:
@@ -466,7 +472,14 @@ class SourceRank:
             case p.StopSending(name, version, text):
                 if name in self._peers:
                     self._tasks.create_task(self._stop_sending(self._peers[name], version, text))
+            case p.StopSnapshot(version, text):
+                sync = self._sync
+                if sync is not None and sync.version == version and self._sync_task is not None:
+                    self._sync_task.cancel()
+                self._fail_snapshot(version, TransportError(text, rank=self._name))
             case p.Finish(version, outcomes):
+                if self._sync is not None and self._sync.version == version:
+                    self._reports[version] = self._sync.report()
                 future = self._outcomes.get(version)
                 if future is not None and not future.done():
                     future.set_result(outcomes)
@@ -477,9 +490,6 @@ class SourceRank:
             snapshot.set_exception(error)
 
     async def _run_sync(self, version: Version, peers: list[SourcePeer]) -> None:
-        previous = self._sync
-        if previous is not None:
-            self._reports[previous.version] = previous.report()
         for peer in peers:
             peer.credits = type(peer.credits)()
         sync = self._sync = SourceSync(
@@ -488,6 +498,7 @@ class SourceRank:
             self._pool,
             self._probe,
             self._executor,
+            self._published_at.pop(version, time.monotonic()),
             self._config.deadlines.progress,
             partial(self._snapshot_taken, version),
             lambda peer, text: self._feed(p.SendFailed(peer.sink, version, text)),

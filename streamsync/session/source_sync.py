@@ -44,6 +44,7 @@ class SourceSync:
         pool: Pool,
         probe: Probe,
         executor: Executor,
+        published_at: float,
         progress_seconds: float,
         snapshot_taken: Callable[[], None],
         failed: Callable[[SourcePeer, str], None],
@@ -52,6 +53,7 @@ class SourceSync:
         self._peers = list(peers)
         self._pool = pool
         self._executor = executor
+        self._published_at = published_at
         self._progress_seconds = progress_seconds
         self._snapshot_taken = snapshot_taken
         self._failed = failed
@@ -140,7 +142,7 @@ class SourceSync:
             ),
             started_at=self._started_at,
             seconds=now - self._started_at,
-            publish_blocked_seconds=max(0.0, self._snapshot_at - self._started_at),
+            publish_blocked_seconds=max(0.0, self._snapshot_at - self._published_at),
             peak_pool_bytes=self._pool.peak_bytes,
             transport=", ".join(sorted({peer.transport for peer in self._peers})),
             stages={name: clock.report() for name, clock in self._clocks.items()},

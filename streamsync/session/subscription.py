@@ -240,7 +240,7 @@ class Subscriptions:
             frames = sum(frame_bytes(b.nbytes) for b in sink_share.buckets)
             if not link.in_place or frames > answer.lease_bytes:
                 # The source's pool could not hold back all of a version for a sink that arms late.
-                account = self._pool.open_account(info.name, sink_share.max_bucket_bytes)
+                account = self._pool.open_account(info.name, sink_share.max_bucket_bytes, frames)
         except BaseException:
             await link.abort()
             raise

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from streamsync.types import Version
 
 
+_KEPT_DEAD = 64
+
+
 class Phase(Enum):
     """What the coordinator waits for."""
 
@@ -67,12 +70,16 @@ class CoordinatorMachine:
     target: Version | None = None
     over: Version | None = None
     announced: dict[Version, set[int]] = field(default_factory=dict)
+    dead: dict[Version, Abort] = field(default_factory=dict)
+    """Versions that failed at a rank before PREPARE: other ranks may still announce them."""
     heard: set[int] = field(default_factory=set)
     """Ranks that gave the answer which the current phase waits for."""
 
     def feed(self, event: Event) -> list[Action]:
         """Applies one event; late and repeated ones change nothing."""
         match event:
+            case RankSays(rank) | RankLost(rank) if not 0 <= rank < self.num_ranks:
+                return []
             case RankSays(rank, "announced", version):
                 return self._announced(rank, version)
             case RankSays(rank, "failed" | "quarantined", version, text, state):
@@ -80,19 +87,31 @@ class CoordinatorMachine:
             case RankSays(rank, kind, version):
                 return self._progress(rank, kind, version)
             case RankLost(rank, text):
-                for ranks in self.announced.values():
-                    ranks.discard(rank)
-                if self.target is None:
-                    return []
-                return self._failed(self.target, f"rank {rank} lost: {text}", "failed")
+                text = f"rank {rank} lost: {text}"
+                actions: list[Action] = []
+                for version in sorted(v for v, ranks in self.announced.items() if rank in ranks):
+                    actions += self._failed(version, text, "failed")
+                if self.target is not None:
+                    actions += self._failed(self.target, text, "failed")
+                return actions
             case TimerExpired(name, version):
                 return self._expired(name, version)
 
     def _announced(self, rank: int, version: Version) -> list[Action]:
-        if self.over is not None and version <= self.over:
-            return [Broadcast(Abort(version, f"version {self.over} is newer here", "superseded"))]
+        if version == self.target:
+            return []
+        if version in self.dead:
+            return [Broadcast(self.dead[version])]
+        newest = max((v for v in (self.over, self.target) if v is not None), default=None)
+        if newest is not None and version <= newest:
+            return [Broadcast(Abort(version, f"version {newest} is newer here", "superseded"))]
+        actions: list[Action] = []
+        if version not in self.announced:
+            actions.append(SetTimer("announce", version))
         self.announced.setdefault(version, set()).add(rank)
-        return self._prepare_newest()
+        if len(self.announced[version]) == self.num_ranks:
+            actions.append(CancelTimer("announce", version))
+        return actions + self._prepare_newest()
 
     def _prepare_newest(self) -> list[Action]:
         if self.phase is not Phase.IDLE:
@@ -101,9 +120,14 @@ class CoordinatorMachine:
         if not ready:
             return []
         version = max(ready)
+        older = sorted(v for v in self.announced if v < version)
         self.announced = {v: ranks for v, ranks in self.announced.items() if v > version}
         self.phase, self.target, self.heard = Phase.RECEIVING, version, set()
-        return [SetTimer("total", version), Broadcast(Prepare(version))]
+        return [
+            *(CancelTimer("announce", v) for v in older),
+            SetTimer("total", version),
+            Broadcast(Prepare(version)),
+        ]
 
     def _progress(self, rank: int, kind: str, version: Version) -> list[Action]:
         if version != self.target:
@@ -132,9 +156,15 @@ class CoordinatorMachine:
         self, version: Version, text: str, state: Literal["failed", "superseded", "dropped"]
     ) -> list[Action]:
         if version != self.target:
-            if self.announced.pop(version, None) is None:
+            if version in self.dead or (self.over is not None and version <= self.over):
                 return []
-            return [Broadcast(Abort(version, text, state))]
+            if self.target is not None and version < self.target:
+                return []
+            abort = self.dead[version] = Abort(version, text, state)
+            if len(self.dead) > _KEPT_DEAD:
+                del self.dead[min(self.dead)]
+            self.announced.pop(version, None)
+            return [CancelTimer("announce", version), Broadcast(abort)]
         order = (
             Quarantine(version, text)
             if self.phase is Phase.INSTALLING
@@ -143,7 +173,13 @@ class CoordinatorMachine:
         return [*self._finish(version), Broadcast(order), *self._prepare_newest()]
 
     def _expired(self, name: str, version: Version) -> list[Action]:
-        if version != self.target:
+        if name == "announce":
+            ranks = self.announced.get(version)
+            if ranks is None or len(ranks) == self.num_ranks:
+                return []
+            missing = sorted(set(range(self.num_ranks)) - ranks)
+            return self._failed(version, f"never announced by ranks {missing}", "failed")
+        if version != self.target or (name == "arm" and self.phase is not Phase.ARMING):
             return []
         missing = sorted(set(range(self.num_ranks)) - self.heard)
         text = f"the {name} deadline passed while {self.phase.value}: no word of ranks {missing}"
@@ -153,4 +189,5 @@ class CoordinatorMachine:
         self.phase, self.target, self.heard = Phase.IDLE, None, set()
         if self.over is None or version > self.over:
             self.over = version
+            self.dead = {v: abort for v, abort in self.dead.items() if v > version}
         return [CancelTimer("total", version), CancelTimer("arm", version)]

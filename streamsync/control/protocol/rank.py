@@ -37,6 +37,8 @@ class RankState(Enum):
     INSTALLING = "installing"
 
 
+_KEPT_DEAD = 64
+
 _AT_REST = {RankState.JOINING, RankState.SERVING, RankState.QUARANTINED}
 
 
@@ -251,6 +253,10 @@ class RankMachine:
     announced: dict[Version, set[str]] = field(default_factory=dict)
     over: Version | None = None
     """The newest version that ended here, well or badly: nothing up to it competes again."""
+    dead: dict[Version, tuple[Literal["failed", "superseded", "dropped"], str]] = field(
+        default_factory=dict
+    )
+    """Newer ones that failed before PREPARE, and why: a source may still announce them."""
     _rest: RankState = RankState.JOINING
 
     def feed(self, event: Event) -> list[Action]:
@@ -291,9 +297,7 @@ class RankMachine:
             case Quarantine(version, text):
                 return self._quarantine(version, text, tell=False)
             case CoordinatorLost(text):
-                if self.target is None:
-                    return []
-                return self._coordinator_gone(self.target, f"coordinator lost: {text}")
+                return self._coordinator_lost(f"coordinator lost: {text}")
             case Failed(version, text):
                 return self._fail(version, text, "failed")
             case TimerExpired(name, version):
@@ -304,18 +308,23 @@ class RankMachine:
         if self.target is not None:
             actions += self._fail(self.target, "the plan changed", "failed")
         for version in sorted(self.announced):
-            actions += self._forget(version)
+            actions += self._fail(version, "the plan changed", "failed")
         self.sources = sources
         return actions
 
     def _announced(self, source: str, version: Version) -> list[Action]:
         if source not in self.sources:
             return []
-        if self.over is not None and version <= self.over:
+        if version == self.target:
+            return []
+        if version in self.dead:
+            return [AckSources(version, *self.dead[version])]
+        newest = max((v for v in (self.over, self.target) if v is not None), default=None)
+        if newest is not None and version <= newest:
             state: Literal["failed", "superseded"] = (
-                "failed" if version == self.over and version != self.serving else "superseded"
+                "failed" if version == newest and version != self.serving else "superseded"
             )
-            return [AckSources(version, state, f"version {self.over} already ended here")]
+            return [AckSources(version, state, f"version {newest} is newer or over here")]
         first = version not in self.announced
         by = self.announced.setdefault(version, set())
         if source in by:
@@ -329,17 +338,22 @@ class RankMachine:
     def _withdrawn(
         self, source: str, version: Version, text: str, superseded: bool
     ) -> list[Action]:
-        """Sources publish in order, so nothing up to `version` can complete any more, announced by
-        the others or not yet, except what is being received already."""
+        """Sources announce in order: what this one has not announced below `version` can't complete
+        any more. What it has may still run there while `version` only waited its turn."""
         if source not in self.sources:
             return []
         state: Literal["superseded", "failed"] = "superseded" if superseded else "failed"
+        text = f"{source}: {text}"
         actions: list[Action] = []
-        for old in sorted(v for v in {*self.announced, self.target} if v is not None):
-            if old == version or (old < version and old != self.target):
-                actions += self._fail(old, f"{source}: {text}", state)
-        self._end(version)
-        return actions
+        for old, by in sorted(self.announced.items()):
+            if old < version and source not in by:
+                actions += self._fail(old, text, state)
+        if version == self.target or version in self.announced:
+            return actions + self._fail(version, text, state)
+        if self._is_over(version) or version in self.dead:
+            return actions
+        self._bury(version, text, state)
+        return [*actions, TellCoordinator("failed", version, text, state)]
 
     def _source_lost(self, source: str, text: str) -> list[Action]:
         if source not in self.sources:
@@ -354,7 +368,7 @@ class RankMachine:
     def _prepare(self, version: Version) -> list[Action]:
         if self.state not in _AT_REST or self._is_over(version):
             return []
-        if frozenset(self.announced.get(version, ())) != self.sources:
+        if version not in self.announced or self.announced[version] != self.sources:
             return []
         actions: list[Action] = []
         for old in sorted(v for v in self.announced if v < version):
@@ -401,9 +415,10 @@ class RankMachine:
         self, version: Version, text: str, outcome: Literal["failed", "superseded", "dropped"]
     ) -> list[Action]:
         if self.target != version:
-            if version in self.announced:
-                return [*self._forget(version), AckSources(version, outcome, text)]
-            return []
+            if version not in self.announced:
+                return []
+            self._bury(version, text, outcome)
+            return [*self._forget(version), AckSources(version, outcome, text)]
         if self.state is RankState.INSTALLING:  # ABORT after GO never comes from a sane coordinator
             return self._quarantine(version, f"ABORT after GO: {text}", tell=True)
         return self._back_to_rest(version, text, outcome)
@@ -433,6 +448,7 @@ class RankMachine:
             return [*self._back_to_rest(version, text, outcome), tell]
         if version not in self.announced:
             return []
+        self._bury(version, text, outcome)
         return [
             *self._forget(version),
             AckSources(version, outcome, text),
@@ -456,15 +472,24 @@ class RankMachine:
             actions.append(TellCoordinator("quarantined", version, text))
         return actions
 
+    def _coordinator_lost(self, text: str) -> list[Action]:
+        """The next coordinator has not heard what was announced: no version of now can go on."""
+        actions: list[Action] = []
+        for version in sorted(self.announced):
+            actions += self._fail(version, text, "failed")
+        if self.target is not None:
+            actions += self._coordinator_gone(self.target, text)
+        return actions
+
     def _coordinator_gone(self, version: Version, text: str) -> list[Action]:
         if self.state in {RankState.ARMED, RankState.INSTALLING}:
             return self._quarantine(version, text, tell=True)
         return self._back_to_rest(version, text, "failed")
 
     def _expired(self, name: str, version: Version) -> list[Action]:
-        if name == "announce" and version in self.announced:
-            missing = ", ".join(sorted(self.sources - self.announced[version]))
-            return self._fail(version, f"never announced by {missing}", "failed")
+        if name == "announce":
+            missing = ", ".join(sorted(self.sources - self.announced.get(version, self.sources)))
+            return self._fail(version, f"never announced by {missing}", "failed") if missing else []
         if self.target != version:
             return []
         text = f"the {name} deadline passed in state {self.state.value}"
@@ -478,6 +503,14 @@ class RankMachine:
     def _end(self, version: Version) -> None:
         if not self._is_over(version):
             self.over = version
+            self.dead = {v: why for v, why in self.dead.items() if v > version}
+
+    def _bury(
+        self, version: Version, text: str, outcome: Literal["failed", "superseded", "dropped"]
+    ) -> None:
+        self.dead[version] = (outcome, text)
+        if len(self.dead) > _KEPT_DEAD:
+            del self.dead[min(self.dead)]
 
     def _forget(self, version: Version) -> list[Action]:
         self.announced.pop(version, None)

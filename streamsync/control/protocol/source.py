@@ -98,10 +98,12 @@ class StartSync:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Tell every peer that this source will never send `version`; a newer one comes."""
+    """Tell every peer that this source will never send `version`, whose turn had not come;
+    `superseded`: because a newer one comes. Its `publish` fails with the text."""
 
     version: Version
     text: str
+    superseded: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,14 @@ class StopSending:
 
 
 @dataclass(frozen=True, slots=True)
+class StopSnapshot:
+    """Read the parameters no more for `version`; its `publish` fails with the text."""
+
+    version: Version
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """`version` is over at this source: its outcomes are final."""
 
@@ -138,7 +148,10 @@ class Finish:
     outcomes: tuple[Outcome, ...]
 
 
-Action = StartSync | Withdraw | Refuse | AskToDrop | StopSending | Finish | SetTimer | CancelTimer
+Action = (
+    StartSync | Withdraw | Refuse | AskToDrop | StopSending | StopSnapshot | Finish | SetTimer
+    | CancelTimer
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -147,7 +160,6 @@ class _Running:
     replicas: dict[str, str]
     pending: set[str]
     snapshot_pending: bool = True
-    failed: bool = False
     acks: dict[str, tuple[AckState, str]] = field(default_factory=dict)
 
 
@@ -198,18 +210,16 @@ class SourceMachine:
             while self.waiting:
                 old = self.waiting.popleft()
                 text = f"superseded by {version} while it waited"
-                actions.append(Withdraw(old, text))
-                actions.append(
-                    Finish(
-                        old,
-                        tuple(
-                            Outcome(replica=r, version=old, state="superseded", text=text)
-                            for r in sorted(set(self.peers.values()))
-                        ),
-                    )
-                )
+                actions += self._never_run(old, "superseded", text)
         self.waiting.append(version)
         return actions + self._start_next()
+
+    def _never_run(
+        self, version: Version, state: Literal["superseded", "failed"], text: str
+    ) -> list[Action]:
+        replicas = sorted(set(self.peers.values()))
+        outcomes = (Outcome(replica=r, version=version, state=state, text=text) for r in replicas)
+        return [Withdraw(version, text, state == "superseded"), Finish(version, tuple(outcomes))]
 
     def _start_next(self) -> list[Action]:
         if self.running is not None or not self.waiting:
@@ -237,12 +247,15 @@ class SourceMachine:
 
     def _snapshot_over(self, version: Version, error: str | None) -> list[Action]:
         running = self.running
+        if error is not None and version in self.waiting:
+            # The trainer took it back: when its turn came, the parameters would be others.
+            self.waiting.remove(version)
+            return self._never_run(version, "failed", error)
         if running is None or running.version != version or not running.snapshot_pending:
             return []
         running.snapshot_pending = False
         actions: list[Action] = []
         if error is not None:
-            running.failed = True
             for peer in sorted(running.pending):
                 running.acks[peer] = ("failed", error)
                 actions.append(StopSending(peer, version, error))
@@ -256,10 +269,13 @@ class SourceMachine:
         if name == "lag":
             return [AskToDrop(peer, version) for peer in sorted(running.pending)]
         if name == "total":
+            text = f"no outcome of version {version} within the total deadline"
             actions: list[Action] = []
             for peer in sorted(running.pending):
-                text = f"no outcome of version {version} within the total deadline"
                 actions += self._settle(peer, version, "failed", text, stop=True)
+            if self.running is running:
+                text = f"the snapshot of version {version} was not taken within the total deadline"
+                actions += [StopSnapshot(version, text), *self._snapshot_over(version, text)]
             return actions
         return []
 
