@@ -26,6 +26,7 @@ from streamsync.errors import (
     VersionError,
 )
 from streamsync.observability.probe import Event, Probe
+from streamsync.plan.check import check_share
 from streamsync.runtime.pool import Pool, frame_bytes
 from streamsync.session.links import OpenTransports
 from streamsync.session.source_peer import SourcePeer
@@ -433,6 +434,7 @@ class SourceRank:
         return stream
 
     def _prepare(self, share: Share, account: Account) -> Stream:
+        check_share(share, self._binding.layout)
         return Stream(
             share,
             prepare_copies(share, self._binding, at_source=True),
