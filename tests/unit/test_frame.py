@@ -44,7 +44,7 @@ def test_public_names_agree_with_what_type_checkers_see() -> None:
 
 def test_every_error_is_public_and_documented() -> None:
     assert set(streamsync.__all__) >= ERRORS
-    documented = re.findall(r"^\| `(\w+)`", (ROOT / "docs/errors.md").read_text(), re.MULTILINE)
+    documented = re.findall(r"^\| `(\w+)`", (ROOT / "ERRORS.md").read_text(), re.MULTILINE)
     assert set(documented) == ERRORS
     assert len(documented) == len(ERRORS)
 

@@ -52,7 +52,7 @@ def test_names_follow_the_rules(metric: Any) -> None:
 
 
 def test_docs_are_up_to_date() -> None:
-    assert (ROOT / "docs/metrics.md").read_text() == as_markdown()
+    assert (ROOT / "monitoring/metrics.md").read_text() == as_markdown()
 
 
 def test_stage_spans_add_up(sink: Metrics) -> None:
