@@ -68,7 +68,7 @@ class SinkSync:
         self._arm_at_begin = arm == "begin" and not self._whole
         self._progress_seconds = progress_seconds
         self._ready = ready
-        self._told_ready = False
+        self._may_load = asyncio.Event()  # this rank said that it is ready, or GO came without
         self._needed_bytes = sum(peer.share.nbytes for peer in self.peers)
         self._arrival = Arrival(self._needed_bytes, load_bytes_per_second)
         self._clocks = {
@@ -177,20 +177,24 @@ class SinkSync:
     async def _arm_when_stalled(self) -> None:
         """Leases of an in-place link are the source's, which may have too few left for us to hold
         back a whole version: when nothing comes any more, only loading frees them."""
-        while not self._told_ready:
+        while not self._may_load.is_set():
             arrived = self._arrival.arrived_bytes
-            await asyncio.sleep(_STALLED_SECONDS)
-            if arrived and arrived == self._arrival.arrived_bytes and not self._whole:
-                self._tell_ready(starved=True, verified=False)
+            try:
+                async with asyncio.timeout(_STALLED_SECONDS):
+                    await self._may_load.wait()
+            except TimeoutError:
+                if arrived and arrived == self._arrival.arrived_bytes and not self._whole:
+                    self._tell_ready(starved=True, verified=False)
 
     def _tell_ready(self, *, starved: bool, verified: bool) -> None:
-        if not self._told_ready and not self._loader.go.is_set():
-            self._told_ready = True
+        if not self._may_load.is_set():
+            self._may_load.set()
             self._ready(starved, verified)
 
     def go(self) -> None:
         """The coordinator allowed the first write."""
         self._go_at = time.monotonic()
+        self._may_load.set()
         self._loader.go.set()
 
     def _landed(self, group: str) -> None:
