@@ -125,6 +125,7 @@ def work(link: Link) -> None:
                     started_at=token.started_at,
                     seconds=token.seconds,
                     version=token.version,
+                    text=token.text,
                 )
             )
 

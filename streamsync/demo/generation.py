@@ -22,6 +22,8 @@ class Token:
     """A token that may leave: its forward began at `started_at` (monotonic) and took `seconds`."""
 
     token: int
+    text: str
+    """The answer so far."""
     started_at: float
     seconds: float
     version: Version | None
@@ -74,9 +76,8 @@ class Generator:
             except PoisonedStepError:
                 continue
             versions = {token.version for token in tokens}
-            texts = [token.token for token in tokens if token.token != self._tokenizer.end]
             return Answer(
-                text=self._tokenizer.decode(texts),
+                text=tokens[-1].text,
                 version=versions.pop() if len(versions) == 1 else None,
             )
         return None
@@ -86,14 +87,18 @@ class Generator:
 
         cache = DynamicCache(config=self._model.config)
         ids = torch.tensor([prompt])
+        said: list[int] = []
         for _ in range(self._max_tokens):
             began = time.monotonic()
             # Positional: newer releases call the argument `cache`, older ones `past_key_values`.
             with torch.inference_mode():
                 logits = self._model(ids, None, None, cache, use_cache=True).logits
             token = int(logits[0, -1].argmax())
+            if token != self._tokenizer.end:
+                said.append(token)
             made = Token(
                 token=token,
+                text=self._tokenizer.decode(said),
                 started_at=began,
                 seconds=time.monotonic() - began,
                 version=self._stamp(),

@@ -14,23 +14,36 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from streamsync.control.hub import Hub
-from streamsync.demo.crew import ChildFailed, Crew
-from streamsync.demo.ledger import Ledger
-from streamsync.demo.messages import Begin, Happened, Hello, Proceed, Setup, Stop, ToParent
+from streamsync.demo.crew import ChildFailed, Crew, Sender
+from streamsync.demo.instructions import PROMPTS
+from streamsync.demo.ledger import ENGINE, Ledger
+from streamsync.demo.messages import (
+    Answered,
+    Begin,
+    Happened,
+    Hello,
+    Proceed,
+    Setup,
+    Stop,
+    ToParent,
+)
 from streamsync.demo.models import prepare
-from streamsync.demo.results import DemoResults, demo_results, sync_result
-from streamsync.demo.screen import PlainScreen, Screen, summary, sync_line
+from streamsync.demo.results import DemoResults, demo_results
+from streamsync.demo.screen import PlainScreen, Screen, checked_line, summary
 from streamsync.demo.timeline import joined_trace
 from streamsync.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from streamsync.demo.crew import Sender
     from streamsync.demo.options import DemoOptions
 
 _SILENCE_SECONDS: Final = 240.0
 """Importing torch, or one optimizer step, on a machine that is busy with something else."""
+
+_FIRST_RANK: Final = Sender("trainer", 0)
+
+_DRAW_SECONDS: Final = 0.2
 
 _FIRST_TOKENS: Final = 3
 """Before the first sync, so that there are gaps to compare its stall with."""
@@ -51,8 +64,8 @@ def main(options: DemoOptions) -> int:
     Raises `ConfigError` and other `StreamsyncError`s for what the user can cure; nothing is left
     running then, nor when interrupted (130).
     """
-    screen = _screen(options)
     ledger = Ledger(options.source_ranks)
+    screen = _screen(options, ledger)
     try:
         with screen:
             results, trace = asyncio.run(_run(options, ledger, screen))
@@ -121,9 +134,10 @@ class _Direction:
         """The whole play. Raises the children's failures."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                listening = tasks.create_task(self._listen())
+                running = [tasks.create_task(self._listen()), tasks.create_task(self._draw())]
                 await self._direct()
-                listening.cancel()
+                for task in running:
+                    task.cancel()
         except* ChildFailed as failures:
             raise failures.exceptions[0] from None
 
@@ -152,10 +166,7 @@ class _Direction:
             await self._until(lambda index=index: ledger.is_installed(index))  # type: ignore[misc]
             await self._compare(index)
             await self._until(lambda index=index: ledger.is_answered(index))  # type: ignore[misc]
-            if index:
-                self._tell_sync(index - 1)
         await self._until(lambda: ledger.is_published(options.syncs - 1))
-        self._tell_sync(options.syncs - 1)
         crew.tell("engine", Stop())
         await self._until(lambda: len(ledger.done) == options.source_ranks + 1)
 
@@ -168,10 +179,7 @@ class _Direction:
         self._ledger.mismatched[index] = await asyncio.to_thread(mismatched, shards, parameters)
         for path in (*shards, parameters):
             path.unlink()
-
-    def _tell_sync(self, index: int) -> None:
-        report = self._ledger.published[index][0]
-        self._screen.line(sync_line(sync_result(self._ledger, index), report.transport))
+        self._screen.line(checked_line(self._ledger, index))
 
     async def _listen(self) -> None:
         async for sender, message in self._crew.hear(_SILENCE_SECONDS):
@@ -182,12 +190,25 @@ class _Direction:
             async with self._heard:
                 self._heard.notify_all()
 
+    async def _draw(self) -> None:
+        while True:
+            self._screen.refresh()
+            await asyncio.sleep(_DRAW_SECONDS)
+
     def _narrate(self, sender: Sender, message: ToParent) -> None:
         match message:
             case Happened(event=event) if event.name == "train" and sender.rank == 0:
-                self._screen.line(f"trained: {event.text} in {event.seconds:.1f} s")
-            case Happened(event=event) if event.name == "committed" and sender.role == "engine":
-                self._screen.line(f"committed: version {event.version}")
+                self._screen.line(f"trainer    {event.text}, {event.seconds:.1f} s")
+            case Happened(event=event) if event.name == "publish" and sender == _FIRST_RANK:
+                self._screen.line(
+                    f"trainer    step {event.version and event.version.step} published, "
+                    f"blocked {event.seconds:.2f} s"
+                )
+            case Happened(event=event) if event.name == "committed" and sender == ENGINE:
+                self._screen.line(f"engine     version {event.version} committed")
+            case Answered():
+                step, answer = message.version.step, message.answers[0]
+                self._screen.line(f"engine     step {step} answers: {PROMPTS[0]} {answer}")
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         async with self._heard:
@@ -202,8 +223,13 @@ def _check_extras(options: DemoOptions) -> None:
         raise MissingExtraError("transport ucx", "ucx")
 
 
-def _screen(options: DemoOptions) -> Screen:
-    return PlainScreen(sys.stderr if options.json_to_stdout else sys.stdout)
+def _screen(options: DemoOptions, ledger: Ledger) -> Screen:
+    stream = sys.stderr if options.json_to_stdout else sys.stdout
+    if options.live and stream.isatty() and find_spec("rich") is not None:
+        from streamsync.demo.live import LiveScreen
+
+        return LiveScreen(options, ledger, stream)
+    return PlainScreen(stream)
 
 
 def _write_trace(options: DemoOptions, ledger: Ledger) -> str:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from streamsync.demo.results import DemoResults, SyncResult
+    from streamsync.demo.ledger import Ledger
+    from streamsync.demo.results import DemoResults
 
 
 class Screen(AbstractContextManager["Screen"], ABC):
@@ -19,6 +20,9 @@ class Screen(AbstractContextManager["Screen"], ABC):
     @abstractmethod
     def line(self, text: str) -> None:
         """Shows one line that stays."""
+
+    def refresh(self) -> None:
+        """Draws anew what moves."""
 
     def __exit__(self, *error: object) -> None:
         return None
@@ -35,18 +39,13 @@ class PlainScreen(Screen):
         print(text, file=self._stream, flush=True)
 
 
-def sync_line(sync: SyncResult, transport: str) -> str:
-    """A sync in one line."""
+def checked_line(ledger: Ledger, index: int) -> str:
+    """How sync `index` went, as far as the engine knows, and what the comparison found."""
+    report, wrong = ledger.installed[index].report, ledger.mismatched[index]
     return (
-        f"checked: version {sync.version}, {sync.bytes / 1e6:,.1f} MB by {transport} in "
-        f"{sync.seconds:.2f} s, {sync.gb_per_s:.2f} GB/s; "
-        f"publish() blocked {sync.publish_blocked_seconds:.2f} s, "
-        f"generation stalled {sync.stall_seconds:.2f} s; "
-        + (
-            f"{sync.mismatched_tensors} TENSORS DIFFER"
-            if sync.mismatched_tensors
-            else "every tensor bit-equal to the trainer's"
-        )
+        f"checked    {report.wire_bytes / 1e6:,.1f} MB by {report.transport} in "
+        f"{report.seconds:.2f} s; "
+        + (f"{len(wrong)} TENSORS DIFFER" if wrong else "every tensor bit-equal to the trainer's")
     )
 
 

@@ -15,6 +15,7 @@ from streamsync.demo.messages import Done, Happened, Hello, Proceed, ToParent
 from streamsync.errors import ConfigError, TransferTimeout
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
 ENGINE = Sender("engine", 0)
@@ -35,7 +36,7 @@ raise SystemExit(run_child("engine", 0, work))
 
 
 @pytest.fixture
-async def crew(tmp_path: Path):  # noqa: ANN201
+async def crew(tmp_path: Path) -> AsyncIterator[Crew]:
     async with Crew(tmp_path) as crew:
         yield crew
 
@@ -59,9 +60,7 @@ async def everything(crew: Crew) -> list[ToParent]:
 
 
 async def test_a_child_hears_and_is_heard(crew: Crew, tmp_path: Path) -> None:
-    body = (
-        'index = link.receive(Proceed, 20).index; link.event(Event(name="token", started_at=index))'
-    )
+    body = "at = link.receive(Proceed, 20).index; link.event(Event(name='token', started_at=at))"
     await start(crew, tmp_path, body)
     heard = await everything(crew)
     assert [type(message) for message in heard] == [Hello, Happened, Done]
