@@ -235,6 +235,7 @@ class Pool:
             account.num_waiting -= 1
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
+                self._serve()  # those that waited behind it may fit
 
     def _lend(self, account: Account, offset: int, nbytes: int, *, from_reserve: bool) -> Lease:
         size = frame_bytes(nbytes)
@@ -258,8 +259,8 @@ class Pool:
         return Lease(self.region, offset, nbytes, back)
 
     def _serve(self) -> None:
-        """Grants waiting acquires in order; one that waits for common space holds the later ones
-        of its own account back, and later ones of others from common space only."""
+        """Grants waiting acquires in order; one that does not fit holds back only those of its own
+        account. It can't starve for that: its reserve is large enough and nobody else's."""
         blocked: set[int] = set()
         for waiter in list(self._waiters):
             if waiter.future.done() or id(waiter.account) in blocked:

@@ -95,7 +95,7 @@ class FaultySendLink(SendLink):
     def __init__(self, inner: SendLink, dice: _Dice, pool: Pool, *, damages: bool) -> None:
         self._inner = inner
         self._dice = dice
-        self._account = pool.open_account("faulty", 0, pool.capacity_bytes) if damages else None
+        self._account = pool.open_account("faulty", 0, 0) if damages else None
         self._held_back: Lease | None = None
 
     @property
