@@ -32,9 +32,15 @@ def align(
     """
     if math.prod(shape) == 0:
         return []
-    dims = [d for d in zip(at.strides, other.strides, shape, strict=True) if d[2] > 1]
     found: list[tuple[Box, View]] = []
     steps = contiguous_strides(whole)
+    corner = tuple(at.offset // s % max(n, 1) for s, n in zip(steps, whole, strict=True))
+    if len(shape) == len(whole) and all(
+        (stride == step or n == 1) and a + n <= length
+        for stride, step, n, a, length in zip(at.strides, steps, shape, corner, whole, strict=True)
+    ):
+        return [(Box(corner, shape), other)]  # nearly always: a box as it is
+    dims = [d for d in zip(at.strides, other.strides, shape, strict=True) if d[2] > 1]
     # Dims of length 1 have the stride of a neighbour and would only confuse which dim is meant.
     axes = [d for d in range(len(whole)) if whole[d] > 1]
     walks = [(steps[d], whole[d]) for d in axes]

@@ -429,6 +429,17 @@ def test_two_names_that_overlap_are_opaque() -> None:
     assert "same memory" in recording.opaque["a"]
 
 
+def test_everything_under_a_long_overlap_is_opaque() -> None:
+    module = One(4, 6)
+
+    def load(weights: Weights) -> None:
+        for name, weight in weights:
+            module.p.data[int(name) : int(name) + len(weight)].copy_(weight)
+
+    checkpoint = {"0": torch.randn(4, 6), "1": torch.randn(1, 6), "3": torch.randn(1, 6)}
+    assert set(record(module, checkpoint, load).opaque) == {"0", "1", "3"}
+
+
 @pytest.mark.parametrize(
     ("load", "says"),
     [
