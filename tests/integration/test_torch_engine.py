@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import threading
@@ -234,10 +235,11 @@ def test_quarantine_in_mid_forward_lets_no_output_leave_and_the_next_version_hea
 
 
 def test_a_forward_behind_its_last_gate_is_poisoned_before_user_hooks_see_its_output(
-    model: Model, engine: TorchEngine, pool: ThreadPoolExecutor
+    model: Model, pool: ThreadPoolExecutor
 ) -> None:
     leaked = threading.Event()
-    model.register_forward_hook(lambda *_: leaked.set())
+    model.register_forward_hook(lambda *_: leaked.set())  # before the engine's own hooks
+    engine = TorchEngine(model)
     engine.arm(version(1), GROUPS, whole=False, deadline=LONG)
     for group in GROUPS:
         land(engine, 1, group, Model(1).state_dict())
@@ -247,6 +249,78 @@ def test_a_forward_behind_its_last_gate_is_poisoned_before_user_hooks_see_its_ou
     with pytest.raises(PoisonedStepError):
         forward.result(LONG)
     assert not leaked.is_set()
+
+
+def test_pre_hooks_of_the_user_read_behind_the_gate(model: Model, pool: ThreadPoolExecutor) -> None:
+    seen: list[torch.Tensor] = []
+    model.norm.register_forward_pre_hook(lambda norm, _: seen.append(norm.weight.detach().clone()))
+    engine = TorchEngine(model)
+    run(model)
+    new = Model(1).state_dict()
+    new["norm.weight"] = torch.full((8,), 7.0)
+    engine.arm(version(1), GROUPS, whole=False, deadline=LONG)
+    for group in GROUPS[:3]:
+        land(engine, 1, group, new)
+    forward = pool.submit(run, model)
+    until_waiting(engine)
+    for group in GROUPS[3:]:
+        land(engine, 1, group, new)
+    engine.commit(version(1))
+    forward.result(LONG)
+    assert torch.equal(seen[-1], new["norm.weight"])
+
+
+def test_outputs_are_held_when_the_model_swallows_what_skipped_a_hook(
+    pool: ThreadPoolExecutor,
+) -> None:
+    """torch runs no hook after a KeyboardInterrupt, so the layer's own leave never comes."""
+
+    class Stubborn(Model):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            output = super().forward(ids)
+            with contextlib.suppress(KeyboardInterrupt):
+                self.layers[0](torch.ones(8))
+            return output
+
+    model = Stubborn(0)
+    engine = TorchEngine(model)
+
+    def interrupt(_module: nn.Module, args: tuple[torch.Tensor]) -> None:
+        if args[0].dim() == 1:
+            raise KeyboardInterrupt
+
+    model.layers[0].up.register_forward_pre_hook(interrupt)
+    engine.arm(version(1), GROUPS, whole=False, deadline=LONG)
+    for group in GROUPS:
+        land(engine, 1, group, Model(1).state_dict())
+    forward = pool.submit(run, model)
+    until_waiting(engine)
+    assert not forward.done()
+    engine.commit(version(1))
+    assert torch.equal(forward.result(LONG), run(Model(1)))
+    assert engine.statistics().num_active == 0
+
+
+def test_a_part_called_alone_waits_for_tensors_that_only_the_model_holds(
+    pool: ThreadPoolExecutor,
+) -> None:
+    class Listed(Model):
+        def __init__(self, seed: int) -> None:
+            super().__init__(seed)
+            self.extra = nn.ParameterList([torch.ones(2)])
+
+    model = Listed(0)
+    engine = TorchEngine(model)
+    run(model)
+    engine.arm(version(1), ("extra",), whole=False, deadline=LONG)
+    called = threading.Event()
+    model.head.register_forward_pre_hook(lambda *_: called.set())  # runs behind the gate
+    head = pool.submit(model.head, torch.ones(1, 8))
+    until_waiting(engine)
+    assert not called.is_set(), "the head did not wait for the list"
+    land(engine, 1, "extra", {"extra.0": torch.zeros(2)})
+    engine.commit(version(1))
+    head.result(LONG)
 
 
 def test_gate_and_quarantine_deadlines_raise_typed_errors() -> None:
@@ -455,7 +529,10 @@ def test_forward_as_a_block_keeps_several_calls_on_one_version(
 ) -> None:
     def twice() -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad(), engine.forward():
+            heads.append(model.head.weight.clone())  # no hook sees this
             return model(IDS), model.forward(IDS)
+
+    heads: list[torch.Tensor] = []
 
     stop = Stop(model)
     block = pool.submit(twice)
@@ -470,6 +547,7 @@ def test_forward_as_a_block_keeps_several_calls_on_one_version(
         land(engine, 1, group, Model(1).state_dict())
     engine.commit(version(1))
     assert all(torch.equal(output, run(Model(1))) for output in block.result(LONG))
+    assert torch.equal(heads[1], Model(1).head.weight)
 
 
 def test_a_model_that_calls_itself_is_one_forward(pool: ThreadPoolExecutor) -> None:
@@ -581,6 +659,67 @@ def test_a_skipped_gate_is_refused_when_the_engine_is_made(
     monkeypatch.setattr(torch_module, "place_gates", lambda *a: place(*a)[:-1])
     with pytest.raises(EngineError, match=r"no gate guards head\.weight"):
         TorchEngine(Model(0))
+
+
+class FakeEvent:
+    """Stands for a CUDA event: done after a few looks, or never."""
+
+    looks_left = 3
+
+    def record(self, stream: object) -> None:
+        assert stream == "compute"
+
+    def query(self) -> bool:
+        type(self).looks_left -= 1
+        return type(self).looks_left <= 0
+
+
+def test_arming_waits_for_the_kernels_of_finished_forwards(
+    model: Model, engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    engine._streams = {"compute"}
+    engine.arm(version(1), GROUPS, whole=False, deadline=LONG)
+    assert FakeEvent.looks_left == 0
+    engine.disarm(version(1))
+    monkeypatch.setattr(FakeEvent, "looks_left", 1 << 30)
+    with pytest.raises(EngineError, match="kernels of the old version still run on compute"):
+        engine.arm(version(2), GROUPS, whole=False, deadline=0.02)
+    assert engine.statistics().armed is None
+    assert torch.equal(run(model), run(Model(0)))
+
+
+@pytest.mark.gpu
+def test_eager_cuda_forwards_end_before_the_first_write(pool: ThreadPoolExecutor) -> None:
+    model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(8))).cuda()
+    engine = TorchEngine(model)
+    groups = tuple(str(n) for n in range(8))
+    x = torch.randn(4096, 4096, device="cuda")
+
+    def forward() -> torch.Tensor:
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+            output = model(x)
+            torch.cuda.current_stream().synchronize()
+            return output
+
+    for step in (1, 2, 3):
+        before = forward()
+        with torch.no_grad():
+            queued = [model(x) for _ in range(20)]  # still running when arm comes
+        engine.arm(version(step), groups, whole=False, deadline=LONG)
+        following = pool.submit(forward)
+        new = {n: torch.randn_like(w) / 64 for n, w in model.state_dict().items()}
+        for group in groups:
+            write(engine, group, new)
+            torch.cuda.current_stream().synchronize()
+            engine.open_gate(version(step), group)
+        engine.commit(version(step))
+        assert all(torch.equal(output, before) for output in queued)
+        expected = x
+        for group in groups:
+            expected = functional.linear(expected, new[f"{group}.weight"])
+        assert torch.equal(following.result(LONG), expected)
 
 
 def test_close_leaves_a_plain_module_and_copies_are_never_gated() -> None:

@@ -378,6 +378,19 @@ def test_every_wait_ends_at_the_gate_deadline_and_says_for_what(pool: ThreadPool
     arm.result(LONG)
 
 
+def test_the_gate_deadline_bounds_all_waits_of_one_forward_together() -> None:
+    gates = Gates(gate_seconds=LONG)
+    gates.arm(V1, ("a",), whole=False, deadline=LONG)
+
+    def late() -> None:
+        with gates.forward():
+            gates._active[threading.get_ident()].waited_seconds = LONG  # spent in earlier gates
+            gates.pass_gate(A)
+
+    with pytest.raises(EngineError, match="group a did not land"):
+        late()
+
+
 def test_an_arm_that_found_no_moment_leaves_nothing_armed(pool: ThreadPoolExecutor) -> None:
     gates = Gates()
     held = Held(gates, pool)
