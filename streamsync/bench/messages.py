@@ -45,9 +45,11 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The sink did what it was told, or says in `error` why it could not."""
+    """The sink did what it was told, or says in `error` why it could not. `cpu_seconds` is what
+    its process has used so far; 0 when it is the source's own process."""
 
     error: str = ""
+    cpu_seconds: float = 0.0
     hashes: list[int] = []
     report: SyncReport | None = None
 

@@ -35,6 +35,9 @@ class Move(Protocol):
     async def after(self, k: int) -> None:
         """A source's buffer has left, a sink's may be filled again, when this returns."""
 
+    async def close(self) -> None:
+        """Gives back what `Ends` does not own."""
+
 
 class MappedMove:
     """`memory`, `shm`: a byte comes before each block (free or full) and one goes after it."""
@@ -51,6 +54,9 @@ class MappedMove:
     async def after(self, k: int) -> None:
         """See `Move`."""
         await asyncio.get_running_loop().sock_sendall(self._end, b"\0")
+
+    async def close(self) -> None:
+        """See `Move`."""
 
 
 class TcpMove:
@@ -76,6 +82,9 @@ class TcpMove:
         """See `Move`."""
         if self._is_source:
             await asyncio.get_running_loop().sock_sendall(self._end, self._frames[k])
+
+    async def close(self) -> None:
+        """See `Move`."""
 
 
 class UcxMove:
@@ -110,3 +119,8 @@ class UcxMove:
         """See `Move`."""
         if self._is_source:
             await self._endpoint.send(self._frames[k], tag=self._FIRST_TAG + k, force_tag=True)
+
+    async def close(self) -> None:
+        """See `Move`."""
+        await asyncio.to_thread(self._endpoint.abort)
+        self._endpoint = None  # UCXX counts who refers to it

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import msgspec
 import torch
@@ -59,6 +59,8 @@ def describe(result: PipelineResult) -> str:
         f"{result.transport}, {result.bytes / 1e6:.1f} MB in {result.options.tensors} tensors: "
         f"{result.seconds:.3f} s, {result.gb_per_s:.2f} GB/s (median of {len(result.samples)})",
         f"roof {result.roof_gb_per_s:.2f} GB/s, of which {result.ratio_to_roof:.0%}: {result.roof}",
+        f"CPU {result.cpu_seconds_per_gb:.2f} s per GB, the roof's "
+        f"{result.roof_cpu_seconds_per_gb:.2f}",
         f"bare {result.bare_gb_per_s:.2f} GB/s: {result.bare}",
     ]
     lines += [
@@ -113,26 +115,34 @@ def measure(options: PipelineOptions) -> PipelineResult:
             is_source=True,
             digest=options.digest,
         )
+        stack.callback(side.close)
         peer.hear()
         samples = []
         mismatched = 0
         for number in range(options.syncs + 1):
             step(tensors)
+            used, others = time.process_time(), peer.cpu_seconds
             started = time.monotonic()
             version = publisher.publish(number + 1)
             published = time.monotonic()
             publisher.wait(version)
             ended = time.monotonic()
+            used = time.process_time() - used
             found = peer.ask(Order(kind="check", step=number + 1))
+            used += found.cpu_seconds - others
             mismatched += sum(
                 a != b for a, b in zip(hashes(tensors.values()), found.hashes, strict=True)
             )
             assert found.report is not None
+            roof = peer.timed(Order(kind="roof"), side.roof)
+            bare = peer.timed(Order(kind="bare"), side.bare)
             sample = Sample(
                 seconds=ended - started,
                 publish_seconds=published - started,
-                roof_seconds=peer.timed(Order(kind="roof"), side.roof),
-                bare_seconds=peer.timed(Order(kind="bare"), side.bare),
+                roof_seconds=roof.seconds,
+                bare_seconds=bare.seconds,
+                cpu_seconds=used,
+                roof_cpu_seconds=roof.cpu_seconds,
                 source=publisher.report(version),
                 sink=found.report,
             )
@@ -142,17 +152,26 @@ def measure(options: PipelineOptions) -> PipelineResult:
     return make_result(options, transport, shape.nbytes, mismatched, samples, date)
 
 
+class Spent(NamedTuple):
+    """Seconds by the clock, and of the processors in both processes."""
+
+    seconds: float
+    cpu_seconds: float
+
+
 class _Peer:
     """The sink, as the source speaks to it."""
 
     def __init__(self, line: Line) -> None:
         self.line = line
+        self.cpu_seconds = 0.0
 
     def hear(self) -> Answer:
         """The answer to the last order; raises the sink's error."""
         answer = self.line.receive(Answer)
         if answer.error:
             raise StreamsyncError(f"the benchmark's sink failed: {answer.error}")
+        self.cpu_seconds = answer.cpu_seconds
         return answer
 
     def ask(self, order: Order) -> Answer:
@@ -160,13 +179,13 @@ class _Peer:
         self.line.send(order)
         return self.hear()
 
-    def timed(self, order: Order, own: Callable[[], None]) -> float:
-        """Seconds until both sides have done their part."""
-        started = time.monotonic()
+    def timed(self, order: Order, own: Callable[[], None]) -> Spent:
+        """What it takes until both sides have done their part."""
+        started, used = time.monotonic(), time.process_time() + self.cpu_seconds
         self.line.send(order)
         own()
         self.hear()
-        return time.monotonic() - started
+        return Spent(time.monotonic() - started, time.process_time() + self.cpu_seconds - used)
 
 
 @contextlib.contextmanager

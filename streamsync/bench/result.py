@@ -28,13 +28,15 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     `seconds` run from the call of `publish` to COMMIT seen at the source, `publish_seconds` to the
     return of `publish`; `roof_seconds` and `bare_seconds` from the start of a pass until the source
-    knows that the sink has everything.
+    knows that the sink has everything. The CPU seconds are those of both processes.
     """
 
     seconds: float
     publish_seconds: float
     roof_seconds: float
     bare_seconds: float
+    cpu_seconds: float
+    roof_cpu_seconds: float
     source: SyncReport
     sink: SyncReport
 
@@ -76,6 +78,8 @@ class PipelineResult(msgspec.Struct, frozen=True, kw_only=True):
     roof_gb_per_s: float
     ratio_to_roof: float
     bare_gb_per_s: float
+    cpu_seconds_per_gb: float
+    roof_cpu_seconds_per_gb: float
     roof: str
     bare: str
     peak_pool_bytes: int
@@ -112,6 +116,10 @@ def make_result(
         roof_gb_per_s=nbytes / roof_seconds / 1e9,
         ratio_to_roof=roof_seconds / seconds,
         bare_gb_per_s=nbytes / median(sample.bare_seconds for sample in samples) / 1e9,
+        cpu_seconds_per_gb=median(sample.cpu_seconds for sample in samples) / nbytes * 1e9,
+        roof_cpu_seconds_per_gb=median(sample.roof_cpu_seconds for sample in samples)
+        / nbytes
+        * 1e9,
         roof=f"one copy out of the source's tensors, one into the sink's{read}; between them "
         f"{ROOFS[transport]}; blocks of at most {options.bucket_bytes} bytes, all of it at once",
         bare=BARES[transport],

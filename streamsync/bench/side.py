@@ -65,7 +65,7 @@ class Ends(NamedTuple):
 
 
 class Side:
-    """Ready to run passes; `open` makes it. `roof` and `bare` block and end when this side did."""
+    """Ready to run passes, until `close`. `roof` and `bare` block and end when this side did."""
 
     def __init__(
         self,
@@ -125,6 +125,10 @@ class Side:
             self._flow(lambda _: None)
         elif self._is_source:
             copy_memory(nbytes)
+
+    def close(self) -> None:
+        """Call it before the process's side of the sync closes."""
+        self._thread.call(self._move.close())
 
     def _copy(self, k: int) -> None:
         copy(self._blocks[k], self._buffers[k % BUFFERS], out=self._is_source, digest=self._digest)

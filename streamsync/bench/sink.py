@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,6 +61,10 @@ def _answers(start: Start, line: Line, ends: Ends) -> Iterator[Answer]:
         pool_bytes=start.pool_bytes,
         digest=start.digest,
     )
+
+    def cpu_seconds() -> float:
+        return 0.0 if start.transport == "memory" else time.process_time()
+
     engine = TorchEngine(model)
     subscriber = Subscriber(
         engine, hub=start.hub, secret=start.secret, apply=start.apply, rules=rules, config=config
@@ -82,13 +87,18 @@ def _answers(start: Start, line: Line, ends: Ends) -> Iterator[Answer]:
                     yield Answer()
                 case "check":
                     subscriber.wait(order.step)
-                    yield Answer(hashes=hashes(tensors), report=subscriber.reports[-1])
+                    used = cpu_seconds()
+                    yield Answer(
+                        cpu_seconds=used, hashes=hashes(tensors), report=subscriber.reports[-1]
+                    )
                 case "stop":
+                    if side is not None:
+                        side.close()
                     break
                 case _:
                     assert side is not None, "ready comes first"
                     (side.roof if order.kind == "roof" else side.bare)()
-                    yield Answer()
+                    yield Answer(cpu_seconds=cpu_seconds())
     engine.close()
     yield Answer()
 
