@@ -93,7 +93,7 @@ def test_same_memory_wrapped_twice_is_a_tie() -> None:
     memory = numpy.arange(4, dtype=numpy.float32)
     one, two = torch.from_numpy(memory), torch.from_numpy(memory)
     assert one.untyped_storage()._cdata != two.untyped_storage()._cdata
-    binding = bind_tensors({"one": one, "two": two})
+    binding = bind_tensors({"one": one, "two": two, "tail": two[1:]})
     assert binding.layout.ties == {"two": "one"}
     assert len(binding.storages) == 1
 
