@@ -69,9 +69,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def differing(
-    source: Mapping[str, torch.Tensor], sink: Mapping[str, torch.Tensor]
-) -> list[str]:
+def differing(source: Mapping[str, torch.Tensor], sink: Mapping[str, torch.Tensor]) -> list[str]:
     """Names whose bits differ."""
     return [name for name in sink if bits(source[name]) != bits(sink[name])]
 

@@ -7,12 +7,14 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from streamsync.control import messages as m
 from streamsync.control.place import watch_process
 from streamsync.control.sockets import Dialer
 from streamsync.digest import compile_bucket
 from streamsync.errors import StreamsyncError, TransportError
-from streamsync.plan.plan import Share
+from streamsync.plan.plan import Share, share_digest
 from streamsync.runtime.pool import frame_bytes
 from streamsync.session.sink_peer import SinkPeer
 from streamsync.stages.copies import prepare_copies
@@ -83,23 +85,27 @@ class Subscriptions:
     def use_plan(self, plan: Plan, sources: tuple[m.SourceInfo, ...]) -> None:
         """Takes a new plan; call after `drop_all`. The coordinator's rank (rank 0) also has a
         session with every source that sends it nothing: through it each source learns of the
-        replica and of its outcomes."""
+        replica and of its outcomes. A rank that needs nothing at all has one with the first source,
+        through which it hears of versions."""
         self._plan, self._sources, self._feeds = plan, sources, {}
         self._shares = list(zip(plan.source_shares, plan.sink_shares, strict=True))
+        needed = {share.source for share in plan.source_shares}
         if self._sink.endswith("/0"):
-            needed = {share.source for share in plan.source_shares}
-            for info in sources:
-                if info.name not in needed:
-                    empty = Share(
-                        source=info.name,
-                        sink=self._sink,
-                        tensors=(),
-                        groups=(),
-                        buckets=(),
-                        digest=0,
-                        membership_epoch=plan.membership_epoch,
-                    )
-                    self._shares.append((empty, empty))
+            idle = [info.name for info in sources if info.name not in needed]
+        else:
+            idle = [] if needed else [sources[0].name]
+        for name in idle:
+            empty = Share(
+                source=name,
+                sink=self._sink,
+                tensors=(),
+                groups=(),
+                buckets=(),
+                digest=0,
+                membership_epoch=plan.membership_epoch,
+            )
+            empty = msgspec.structs.replace(empty, digest=share_digest(empty))
+            self._shares.append((empty, empty))
 
     async def connect(self) -> None:
         """Opens every session that is missing; raises the first error after trying all."""
