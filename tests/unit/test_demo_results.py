@@ -129,8 +129,9 @@ def test_conditions_of_the_next_step(ledger: Ledger) -> None:
 
 def test_the_summary_says_all(ledger: Ledger) -> None:
     text = "\n".join(summary(results(ledger), "/tmp/the-trace.json"))
-    for words in ("step 0", "step 4", "a1", "/tmp/the-trace.json", "bit-equal", "6 tokens", "convert"):
-        assert words in text
+    words = ("step 0", "step 4", "a1", "/tmp/the-trace.json", "bit-equal", "6 tokens", "convert")
+    for word in words:
+        assert word in text
 
 
 def test_columns_are_aligned() -> None:
