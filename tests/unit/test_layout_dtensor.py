@@ -123,6 +123,7 @@ def _rank(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.timeout(180)  # three interpreters import torch: a loaded host takes its time
 @pytest.mark.allow_blocking
 def test_fsdp2_shards_are_the_whole(tmp_path: Path) -> None:
     """Case 24: some ranks hold no row; boxes cover exactly and the bytes are the whole's."""
