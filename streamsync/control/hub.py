@@ -102,7 +102,7 @@ class Hub:
                     ready()
                     _log.info("hub listens on %s", self.address)
                     await stop.wait()
-                    for peer in self._peers.values():
+                    for peer in tuple(self._peers.values()):
                         self._listener.send(peer, Goodbye(text="the hub closes"))
                     for task in running:
                         task.cancel()
