@@ -7,6 +7,7 @@ import concurrent.futures
 import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import uvloop
 
 from streamsync.errors import StreamsyncError
@@ -29,7 +30,9 @@ class LoopThread:
     def __init__(self, name: str, num_threads: int) -> None:
         self.name = name
         self.executor = concurrent.futures.ThreadPoolExecutor(
-            num_threads, thread_name_prefix=f"streamsync-{name}-copy"
+            num_threads,
+            thread_name_prefix=f"streamsync-{name}-copy",
+            initializer=_use_one_thread,
         )
         self.ordered = concurrent.futures.ThreadPoolExecutor(
             1, thread_name_prefix=f"streamsync-{name}-ordered"
@@ -105,6 +108,25 @@ class LoopThread:
         if self._thread is not None:
             self._thread.join()
             self._ended.result()
+
+
+_setting_threads = threading.Lock()
+
+
+def _use_one_thread() -> None:
+    """Makes torch work in the calling thread alone, whatever others have set for theirs.
+
+    Else each of the executor's threads would spread every copy over a team of its own, whose spare
+    threads spin on the cores that the trainer or the engine computes on.
+    """
+    with _setting_threads:
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        # That also set what threads start with that use torch later: a thread of no other use sets
+        # it back.
+        restore = threading.Thread(target=torch.set_num_threads, args=(before,))
+        restore.start()
+        restore.join()
 
 
 def _single(error: BaseException) -> BaseException:

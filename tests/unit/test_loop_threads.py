@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from streamsync.runtime.loop import LoopThread
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_executor_copies_in_its_own_threads_and_leaves_others_as_they_are() -> None:
+    with ThreadPoolExecutor(1) as others:
+        torch.set_num_threads(3)
+        before = others.submit(torch.get_num_threads).result()
+        thread = LoopThread("test", 2)
+        meet = threading.Barrier(2)
+
+        def ask() -> int:
+            meet.wait(10)  # so that both threads are asked
+            return torch.get_num_threads()
+
+        try:
+            asked = [thread.executor.submit(ask) for _ in range(2)]
+            assert [future.result() for future in asked] == [1, 1]
+        finally:
+            thread.executor.shutdown()
+        assert others.submit(torch.get_num_threads).result() == before
+        assert torch.get_num_threads() == 3
+        with ThreadPoolExecutor(1) as later:
+            assert later.submit(torch.get_num_threads).result() == 3
