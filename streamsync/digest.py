@@ -49,6 +49,7 @@ _CHUNK: Final = 4096  # words
 _SCRATCH_WORDS: Final = 8 * _CHUNK  # 256 KiB: stays in the second level cache
 _MAX_SUMS: Final = 8192
 _MIN_RUN: Final = 4  # fewer small pieces in a row than this are cheaper one by one
+_STACKED_BYTES: Final = 128 << 10  # beyond, a piece's bytes cost more than its turn
 
 
 def mix(a: int, b: int) -> int:
@@ -147,7 +148,8 @@ class BucketDigest:
     """The compiled digest of one bucket: the sum of the digests of its pieces.
 
     `large` pairs positions in `Bucket.pieces` with digests that run on any memory that holds the
-    piece; pieces at the positions in `small` are digested together and need the packed payload.
+    piece; pieces at the positions in `small` are digested together and need the packed payload:
+    runs of tiny ones, and stacks of ones whose rows are alike.
     """
 
     __slots__ = ("_runs", "large", "nbytes", "offsets", "small")
@@ -155,15 +157,21 @@ class BucketDigest:
     def __init__(self, share: Share, bucket: Bucket) -> None:
         large: list[tuple[int, PieceDigest]] = []
         small: list[int] = []
-        runs: list[_Run] = []
+        runs: list[_Run | _Stack] = []
         units = [_small_unit(share, piece) for piece in bucket.pieces]
         at = 0
         while at < len(units):
             end = at + 1
             while units[at] and end < len(units) and units[end] == units[at]:
                 end += 1
-            if units[at] and end - at >= _MIN_RUN:
-                runs.append(_Run.of(share, bucket.pieces[at:end], units[at]))
+            rows = None if units[at] else _rows_alike(share, bucket.pieces[at])
+            while rows and end < len(units) and not units[end]:
+                if _rows_alike(share, bucket.pieces[end]) != rows:
+                    break
+                end += 1
+            if end - at >= _MIN_RUN and (rows or units[at]):
+                pieces = bucket.pieces[at:end]
+                runs.append(_Stack.of(share, pieces) if rows else _Run.of(share, pieces, units[at]))
                 small.extend(range(at, end))
             else:
                 for i in range(at, end):
@@ -174,7 +182,7 @@ class BucketDigest:
         self.large = tuple(large)
         self.small = tuple(small)
         self.offsets = tuple(piece.offset for piece in bucket.pieces)
-        self._runs = tuple(runs)
+        self._runs: tuple[_Run | _Stack, ...] = tuple(runs)
 
     def run(self, payload: Bytes) -> int:
         """Digest of the packed `payload` (contiguous, at least `nbytes`; read only)."""
@@ -299,6 +307,41 @@ class _Run:
         return total
 
 
+@dataclass(slots=True, frozen=True)
+class _Stack:
+    """Pieces whose rows are alike and lie one after the other, as if rows of one tensor, the keys
+    being part of `segment`'s multipliers."""
+
+    begin: int
+    end: int
+    num_rows: int
+    segment: _Segment
+
+    @classmethod
+    def of(cls, share: Share, pieces: Sequence[Piece]) -> _Stack:
+        multipliers: list[Words] = []
+        end = pieces[0].offset
+        for piece in pieces:
+            tensor = share.tensors[piece.tensor]
+            shape, box = _with_rows(tensor.shape, piece.box)
+            row_bytes = box.shape[-1] * tensor.wire.itemsize
+            first = box.start[-1] * tensor.wire.itemsize // 8
+            (segment,) = _segments(_row_numbers(shape, box), first, first + row_bytes // 8)
+            multipliers.append(segment.multipliers * np.uint64(tensor_key(tensor.name)))
+            end += box.numel * tensor.wire.itemsize
+        rows = np.concatenate(multipliers)
+        whole = _Segment(segment.begin, segment.num_chunks, segment.weights, rows)
+        return cls(pieces[0].offset, end, len(rows), whole)
+
+    def run(self, payload: Bytes) -> int:
+        """The sum over this stack's part of the packed `payload`."""
+        words = payload[self.begin : self.end].view(np.uint64).reshape(self.num_rows, -1)
+        return sum(
+            self.segment.run(words[row : row + _MAX_SUMS], row)
+            for row in range(0, self.num_rows, _MAX_SUMS)
+        )
+
+
 class _Scratch(threading.local):
     """A thread's own work space: digests run in several threads of an executor at once."""
 
@@ -374,3 +417,16 @@ def _small_unit(share: Share, piece: Piece) -> int:
     if piece.box.numel * itemsize >= SMALL_BYTES:
         return 0
     return math.gcd(alignment(piece.box, itemsize), piece.offset)
+
+
+def _rows_alike(share: Share, piece: Piece) -> tuple[int, int] | None:
+    """First word and number of words of every row of `piece`, if it may be stacked on others that
+    have the same: it starts at a word, is whole words of one chunk, and is not large."""
+    tensor = share.tensors[piece.tensor]
+    _, box = _with_rows(tensor.shape, piece.box)
+    itemsize = tensor.wire.itemsize
+    nbytes = box.numel * itemsize
+    if not nbytes or nbytes > _STACKED_BYTES or piece.offset % 8 or alignment(box, itemsize) != 8:
+        return None
+    first, num = box.start[-1] * itemsize // 8, box.shape[-1] * itemsize // 8
+    return (first, num) if first // _CHUNK == (first + num - 1) // _CHUNK else None

@@ -202,3 +202,31 @@ def test_many_tiny_tensors_in_several_threads() -> None:
         with ThreadPoolExecutor(4) as threads:
             got = list(threads.map(digest.run, [payload] * 16))
         assert set(got) == {expected}
+
+
+@given(
+    st.integers(4, 12), st.sampled_from([2, 4, 8]), st.sampled_from([1, 3, 8, 64, 512]), st.data()
+)
+def test_stacked_pieces_count_as_if_alone(
+    num: int, itemsize: int, row_words: int, data: st.DataObject
+) -> None:
+    """Case 25: pieces whose rows are alike are digested in one go, whatever tensor they are of."""
+    columns = row_words * 8 // itemsize
+    least = -(-4096 // (row_words * 8))
+    items, expected = [], 0
+    for k in range(num):
+        start, rows = data.draw(st.integers(0, 3)), data.draw(st.integers(least, least + 9))
+        shape = (start + rows + 1, 3 * columns)
+        box = Box((start, columns), (rows, columns))
+        packed = content(box.shape, itemsize, k).reshape(-1)
+        items.append((f"t{k % 3}", shape, itemsize, box, packed))
+        dtype = DTYPES[itemsize]
+        expected += PieceDigest(SharedTensor(f"t{k % 3}", shape, dtype, dtype), box).run(packed)
+    share, bucket, payload = pack(items)
+    digest = compile_bucket(share, bucket)
+    assert len(digest.small) == num
+    assert not digest.large
+    assert digest.run(payload) == expected % MOD
+    at = data.draw(st.integers(0, len(payload) - 1))
+    payload[at] ^= 1 << data.draw(st.integers(0, 7))
+    assert digest.run(payload) != expected % MOD
