@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -160,3 +161,27 @@ async def test_a_welcome_without_memory_is_refused() -> None:
         with pytest.raises(TransportError, match="refused"):
             await connecting
         connection.close()
+
+
+async def test_an_abort_waits_for_a_copy_that_cannot_be_cancelled() -> None:
+    async with rig("shm") as ends:
+        send_link, receive_link = await _pair(ends)
+        assert receive_link._executor is not None
+        held = threading.Event()
+        for _ in range(2):  # as many as the executor has threads
+            receive_link._executor.submit(held.wait, 30)
+        lease = await filled(ends.source_account, 100_000, 1)
+        await send_link.send(lease)
+        lease.release()
+        own = await ends.sink_account.acquire(100_000)
+        receiving = asyncio.ensure_future(receive_link.receive(own, 100_000))
+        await until(lambda: receive_link._copying)
+        receiving.cancel()
+        aborting = asyncio.ensure_future(receive_link.abort())
+        await asyncio.wait([aborting], timeout=0.1)
+        assert not aborting.done()
+        held.set()
+        await aborting
+        assert fingerprint(own) == expected(100_000, 1)
+        own.release()
+        await ends.settled()

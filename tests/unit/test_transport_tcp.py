@@ -204,3 +204,33 @@ async def test_a_link_left_half_way_is_not_used_again() -> None:
         await receive_link.abort()
         lease.release()
         await send_link.abort()
+
+
+async def test_a_token_shown_twice_before_it_is_fetched_lets_the_first_in() -> None:
+    pool = Pool(1 << 16, "test")
+    transport = TcpTransport("127.0.0.1")
+    await transport.start()
+    offer = transport.offer(pool)
+    assert transport._door is not None
+    first = await _knock(transport, offer.token)
+    await until(transport._door._expected[offer.token].done)
+    assert await _is_shown_out(await _knock(transport, offer.token))
+    await transport.accept(offer, b"")
+    async with asyncio.timeout(20):
+        assert await asyncio.get_running_loop().sock_recv(first, 1) == b"\x01"
+    first.close()
+    await transport.close()
+    pool.close()
+
+
+async def test_an_abort_returns_only_when_the_running_receive_is_over() -> None:
+    async with rig("tcp") as ends:
+        _, receive_link, _ = await ends.link()
+        lease = await ends.sink_account.acquire(100)
+        receiving = asyncio.ensure_future(receive_link.receive(lease, 100))
+        await asyncio.sleep(0.01)
+        await receive_link.abort()
+        assert receiving.done()
+        with pytest.raises(PeerLost):
+            await receiving
+        lease.release()
