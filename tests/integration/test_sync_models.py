@@ -1,4 +1,4 @@
-"""Real model classes end to end: experts that transformers stacks, projections that a loader fuses."""
+"""Real model classes end to end: stacked experts, and projections that a loader fuses."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_transformers_models(kind: str) -> None:
         "hidden_size": 16,  # torch's grouped matmul wants strides of 16 bytes
         "intermediate_size": 20,
         "num_hidden_layers": 2,
-        "num_attention_heads": 3,
+        "num_attention_heads": 4,
         "num_key_value_heads": 1,
         "head_dim": 4,
         "vocab_size": 41,
