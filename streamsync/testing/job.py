@@ -110,7 +110,9 @@ class LocalJob:
     def publish(self, step: int | None = None) -> Version:
         """All source ranks at once, as a trainer's ranks do."""
         with ThreadPoolExecutor(len(self.publishers)) as threads:
-            versions = list(threads.map(lambda p: p.publish(step), self.publishers))
+            versions: list[Version] = list(
+                threads.map(lambda publisher: publisher.publish(step), self.publishers)
+            )
         assert len(set(versions)) == 1
         return versions[0]
 
