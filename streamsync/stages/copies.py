@@ -1,21 +1,27 @@
 """The copies of one bucket between live tensors and its packed bytes, prepared once per plan.
 
 `gather` packs a source's views (casting to the wire dtype on the way); `scatter` unpacks into a
-sink's views; `read_back` packs again what a sink now holds, so that the digest is that of the
-loaded bytes. All run in an executor's thread and release the GIL in their inner loops.
+sink's views; `loaded_digest` reads what a sink now holds: in place where a piece is one run of
+memory, else packed once more. All run in an executor's thread and release the GIL in their inner
+loops.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from streamsync.layout.binding import Binding, torch_dtype
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from streamsync.digest import BucketDigest, Bytes, PieceDigest
     from streamsync.plan.plan import Bucket, Share
+
+_MASK = (1 << 64) - 1
 
 
 @dataclass(slots=True)
@@ -42,38 +48,50 @@ class _Run:
         return parts
 
 
+class _Live(NamedTuple):
+    """One piece: where its packed bytes begin, its dtype there, and its live memory (flat if that
+    is one run, else of the piece's shape)."""
+
+    offset: int
+    wire: torch.dtype
+    live: torch.Tensor
+    is_flat: bool
+
+
+def _runs(pieces: Iterable[_Live]) -> list[_Run]:
+    runs: list[_Run] = []
+    end = -1
+    for piece in pieces:
+        live = piece.live
+        if not runs or runs[-1].dtype != piece.wire or piece.offset != end:
+            runs.append(_Run(piece.wire, piece.offset, piece.offset, [], [], [], catenated=True))
+        run = runs[-1]
+        run.numels.append(live.numel())
+        run.live.append(live)
+        run.shapes.append(None if piece.is_flat else tuple(live.shape))
+        run.catenated &= piece.is_flat and live.dtype == piece.wire
+        run.stop = end = piece.offset + live.numel() * piece.wire.itemsize
+    return runs
+
+
 class BucketCopies:
     """One bucket of one side. Holds views, not memory: the binding keeps the storages alive."""
 
     def __init__(self, share: Share, bucket: Bucket, binding: Binding, *, at_source: bool) -> None:
-        self._runs: list[_Run] = []
-        end = -1
+        self._pieces: list[_Live] = []
         for piece in bucket.pieces:
             tensor = share.tensors[piece.tensor]
             wire = torch_dtype(tensor.wire_dtype)
             local = torch_dtype(tensor.source_dtype) if at_source else wire
-            numel = piece.box.numel
             live = binding.view(piece.view, piece.box.shape, local)
             flat = piece.view.is_contiguous(piece.box.shape)
-            run = self._runs[-1] if self._runs else None
-            if run is None or run.dtype != wire or piece.offset != end:
-                run = _Run(wire, piece.offset, piece.offset, [], [], [], catenated=True)
-                self._runs.append(run)
-            run.numels.append(numel)
-            run.live.append(live.view(-1) if flat else live)
-            run.shapes.append(None if flat else piece.box.shape)
-            run.catenated &= flat and local == wire
-            run.stop = end = piece.offset + numel * wire.itemsize
+            self._pieces.append(_Live(piece.offset, wire, live.view(-1) if flat else live, flat))
+        self._runs = _runs(self._pieces)
+        self._read: _LoadedReads | None = None
 
     def gather(self, payload: torch.Tensor) -> None:
         """Packs the live views into `payload` (uint8 `[bucket.nbytes]`), casting."""
-        with torch.no_grad():
-            for run in self._runs:
-                if run.catenated and len(run.live) > 1:
-                    out = payload[run.start : run.stop].view(run.dtype)
-                    torch.cat(run.live, out=out)
-                else:
-                    _copy(run.packed(payload), run.live)
+        _gather(self._runs, payload)
 
     def scatter(self, payload: torch.Tensor) -> None:
         """Unpacks `payload` into the live views."""
@@ -81,7 +99,55 @@ class BucketCopies:
             for run in self._runs:
                 _copy(run.live, run.packed(payload))
 
-    read_back = gather
+    def loaded_digest(self, program: BucketDigest, scratch: torch.Tensor) -> int:
+        """Digest of what the live views of a sink hold now; `program` is the bucket's.
+
+        Uses `scratch` (uint8 `[bucket.nbytes]`). One call at a time.
+        """
+        if self._read is None or self._read.program is not program:
+            self._read = _LoadedReads.of(self._pieces, program)
+        return self._read.run(scratch)
+
+
+@dataclass(slots=True)
+class _LoadedReads:
+    """How a sink's bucket is digested: `in_place` pieces where they live, the others packed."""
+
+    program: BucketDigest
+    in_place: list[tuple[PieceDigest, Bytes]]
+    packed: list[tuple[PieceDigest, int]]
+    runs: list[_Run]
+
+    @classmethod
+    def of(cls, pieces: Sequence[_Live], program: BucketDigest) -> _LoadedReads:
+        reads = cls(program, [], [], [])
+        apart = list(program.small)
+        for i, digest in program.large:
+            live = pieces[i].live
+            if pieces[i].is_flat and live.device.type == "cpu" and live.data_ptr() % 8 == 0:
+                reads.in_place.append((digest, live.view(torch.uint8).numpy()))
+            else:
+                reads.packed.append((digest, pieces[i].offset))
+                apart.append(i)
+        reads.runs = _runs(pieces[i] for i in sorted(apart))
+        return reads
+
+    def run(self, scratch: torch.Tensor) -> int:
+        _gather(self.runs, scratch)
+        payload: Bytes = scratch.numpy()
+        total = self.program.run_small(payload)
+        total += sum(digest.run(payload[at : at + digest.nbytes]) for digest, at in self.packed)
+        total += sum(digest.run(live) for digest, live in self.in_place)
+        return total & _MASK
+
+
+def _gather(runs: Iterable[_Run], payload: torch.Tensor) -> None:
+    with torch.no_grad():
+        for run in runs:
+            if run.catenated and len(run.live) > 1:
+                torch.cat(run.live, out=payload[run.start : run.stop].view(run.dtype))
+            else:
+                _copy(run.packed(payload), run.live)
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
