@@ -13,7 +13,7 @@ from torch import nn
 
 from streamsync.config import Config
 from streamsync.demo.exactness import write_parameters
-from streamsync.demo.generation import Generator, Token
+from streamsync.demo.generation import Forward, Generator
 from streamsync.demo.instructions import PROMPTS
 from streamsync.demo.link import Link, run_child
 from streamsync.demo.messages import Answered, Begin, Installed, Planned, Ready, Setup, Stop
@@ -118,14 +118,14 @@ def work(link: Link) -> None:
         watcher = Watcher(subscriber, module, version_steps(model, setup.syncs), setup, link)
         watcher.start()
 
-        def on_token(token: Token) -> None:
+        def on_forward(forward: Forward) -> None:
             probe.emit(
                 Event(
-                    name="token",
-                    started_at=token.started_at,
-                    seconds=token.seconds,
-                    version=token.version,
-                    text=token.text,
+                    name="step" if forward.text is None else "token",
+                    started_at=forward.started_at,
+                    seconds=forward.seconds,
+                    version=forward.version,
+                    text=forward.text or "",
                 )
             )
 
@@ -134,7 +134,7 @@ def work(link: Link) -> None:
             model.tokenizer(),
             max_tokens=model.answer_tokens,
             stamp=lambda: engine.version,
-            on_token=on_token,
+            on_forward=on_forward,
         )
         generate(generator, link, lambda: link.has_message() or watcher.error is not None)
         if watcher.error is not None:
@@ -148,15 +148,12 @@ def generate(generator: Generator, link: Link, stopped: Callable[[], bool]) -> N
     told: set[Version] = set()
     current: Version | None = None
     answers: dict[str, str] = {}
-    for prompt in itertools.cycle(PROMPTS):
-        answer = generator.answer(prompt, stopped)
-        if answer is None:
-            return
+    for answer in generator.answers(itertools.cycle(PROMPTS), stopped):
         if answer.version is None or answer.version in told:
             continue
         if answer.version != current:
             current, answers = answer.version, {}
-        answers[prompt] = answer.text
+        answers[answer.question] = answer.text
         if len(answers) == len(PROMPTS):
             told.add(answer.version)
             link.send(Answered(version=current, answers=tuple(answers[p] for p in PROMPTS)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -16,32 +16,58 @@ if TYPE_CHECKING:
     from streamsync.demo.instructions import Tokenizer
     from streamsync.types import Version
 
+_PIECE_TOKENS: Final = 2
+"""How much of the next prompt is read beside each token of this answer. On a CPU a forward costs
+what its tokens cost, so that a prompt read at once would be a gap between tokens that looks like a
+stall, and would keep a new version waiting for the end of that forward."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Token:
-    """A token that may leave: its forward began at `started_at` (monotonic) and took `seconds`."""
+class Forward:
+    """A forward that returned: it began at `started_at` (monotonic seconds) and ran on `version`.
 
-    token: int
-    text: str
-    """The answer so far."""
+    `text` is the answer so far when it made a token that may leave, None when it read a piece of a
+    prompt.
+    """
+
     started_at: float
     seconds: float
     version: Version | None
+    text: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """A finished answer. `version` is the one that computed all of it, None when it is mixed."""
 
+    question: str
     text: str
     version: Version | None
 
 
-class Generator:
-    """Generates with a Hugging Face model and a key/value cache of its own.
+class _Sequence:
+    """One question, what was read and said of it, and its key/value cache."""
 
-    `stamp` tells which version the forward that just returned in this thread ran on, `on_token` is
-    told each token. A version may change in the middle of an answer: the rest is then computed with
+    def __init__(self, question: str, prompt: list[int], config: Any) -> None:
+        self.question = question
+        self._prompt, self._config = prompt, config
+        self.reset()
+
+    def reset(self) -> None:
+        """Drops the cache and all that was said."""
+        from transformers import DynamicCache
+
+        self.cache = DynamicCache(config=self._config)
+        self.unread = list(self._prompt)
+        self.said: list[int] = []
+        self.versions: set[Version | None] = set()
+
+
+class Generator:
+    """Generates with a Hugging Face model and key/value caches of its own.
+
+    `stamp` tells which version the forward that just returned in this thread ran on, `on_forward`
+    is told each. A version may change in the middle of an answer: the rest is then computed with
     the new weights on the old cache, as engines do that keep it.
     """
 
@@ -52,59 +78,72 @@ class Generator:
         *,
         max_tokens: int,
         stamp: Callable[[], Version | None],
-        on_token: Callable[[Token], None],
+        on_forward: Callable[[Forward], None],
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._stamp = stamp
-        self._on_token = on_token
+        self._on_forward = on_forward
 
-    def answer(self, question: str, stopped: Callable[[], bool]) -> Answer | None:
-        """The answer to `question`; None when `stopped` turned true before its end.
+    def answers(self, questions: Iterator[str], stopped: Callable[[], bool]) -> Iterator[Answer]:
+        """The answers to `questions` (endless), until `stopped` turns true between two forwards.
 
-        A poisoned step's output is dropped and so is the cache that it wrote into: the answer
+        A poisoned forward's output is dropped and so is the cache that it wrote into: that question
         begins again. Other engine errors pass.
         """
+        current, following = self._open(next(questions)), self._open(next(questions))
         while not stopped():
-            try:
-                tokens: list[Token] = []
-                for token in self._tokens(self._tokenizer.prompt(question)):
-                    if stopped():
-                        return None
-                    tokens.append(token)
-            except PoisonedStepError:
+            if len(current.unread) > 1:
+                self._read(current)
                 continue
-            versions = {token.version for token in tokens}
-            return Answer(
-                text=tokens[-1].text,
-                version=versions.pop() if len(versions) == 1 else None,
-            )
-        return None
+            if self._say(current):
+                yield Answer(
+                    question=current.question,
+                    text=self._tokenizer.decode(current.said),
+                    version=current.versions.pop() if len(current.versions) == 1 else None,
+                )
+                current, following = following, self._open(next(questions))
+            elif len(following.unread) > 1 and not stopped():
+                self._read(following)
 
-    def _tokens(self, prompt: list[int]) -> Iterator[Token]:
-        from transformers import DynamicCache
+    def _open(self, question: str) -> _Sequence:
+        return _Sequence(question, self._tokenizer.prompt(question), self._model.config)
 
-        cache = DynamicCache(config=self._model.config)
-        ids = torch.tensor([prompt])
-        said: list[int] = []
-        for _ in range(self._max_tokens):
-            began = time.monotonic()
+    def _read(self, sequence: _Sequence) -> None:
+        """Reads a piece of the prompt, but not its last token, which makes the first answer's."""
+        piece = sequence.unread[: min(_PIECE_TOKENS, len(sequence.unread) - 1)]
+        if self._forward(sequence, piece, None) is not None:
+            del sequence.unread[: len(piece)]
+
+    def _say(self, sequence: _Sequence) -> bool:
+        """Says one token; returns whether the answer is finished."""
+        token = self._forward(sequence, sequence.unread or sequence.said[-1:], sequence.said)
+        if token is None:
+            return False
+        sequence.unread = []
+        return token == self._tokenizer.end or len(sequence.said) == self._max_tokens
+
+    def _forward(
+        self, sequence: _Sequence, tokens: list[int], said: list[int] | None
+    ) -> int | None:
+        """The likeliest token after `tokens`, appended to `said`; None when poisoned."""
+        began = time.monotonic()
+        try:
             # Positional: newer releases call the argument `cache`, older ones `past_key_values`.
             with torch.inference_mode():
-                logits = self._model(ids, None, None, cache, use_cache=True).logits
-            token = int(logits[0, -1].argmax())
-            if token != self._tokenizer.end:
-                said.append(token)
-            made = Token(
-                token=token,
-                text=self._tokenizer.decode(said),
-                started_at=began,
-                seconds=time.monotonic() - began,
-                version=self._stamp(),
-            )
-            self._on_token(made)
-            yield made
-            if token == self._tokenizer.end:
-                return
-            ids = torch.tensor([[token]])
+                output = self._model(
+                    torch.tensor([tokens]), None, None, sequence.cache, use_cache=True
+                )
+        except PoisonedStepError:
+            sequence.reset()
+            return None
+        token = int(output.logits[0, -1].argmax())
+        seconds = time.monotonic() - began
+        version = self._stamp()
+        sequence.versions.add(version)
+        if said is not None and token != self._tokenizer.end:
+            said.append(token)
+        text = None if said is None else self._tokenizer.decode(said)
+        self._on_forward(Forward(started_at=began, seconds=seconds, version=version, text=text))
+        return token
