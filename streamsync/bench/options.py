@@ -42,8 +42,7 @@ class PipelineOptions:
                 raise ConfigError(f"{option} must be at least 1, got {getattr(self, name)}")
         if 2 * self.tensors > self.bytes:
             raise ConfigError(
-                f"--tensors {self.tensors} tensors of 2-byte elements need at least "
-                f"{2 * self.tensors} --bytes"
+                f"--tensors {self.tensors} tensors of 2 bytes or more need at least as many --bytes"
             )
 
 

@@ -58,12 +58,14 @@ def test_bench_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[PipelineOptions] = []
     replace(monkeypatch, "bench.pipeline", lambda options: seen.append(options) or 0)
     assert cli.main(["bench", "pipeline"]) == 0
-    line = "--transport shm --bytes 9 --bucket-bytes 8 --pool-bytes 7 --tensors 6 --digest off"
+    line = (
+        "--transport shm --bytes 12 --bucket-bytes 8 --pool-bytes 7 --tensors 6 --digest off --cast"
+    )
     cli.main(["bench", "pipeline", *line.split(), "--json", "-"])
     assert seen[0] == PipelineOptions()
     assert seen[1] == PipelineOptions(
-        transport="shm", bytes=9, bucket_bytes=8, pool_bytes=7, tensors=6, digest=False,
-        json=Path("-"),
+        transport="shm", bytes=12, bucket_bytes=8, pool_bytes=7, tensors=6, digest=False,
+        cast=True, json=Path("-"),
     )  # fmt: skip
 
 
