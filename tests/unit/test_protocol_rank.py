@@ -216,7 +216,7 @@ def test_orders_out_of_turn_change_nothing(state: RankState, early: tuple[Any, .
 def test_strangers_are_ignored() -> None:
     machine = serving()
     before = copy.deepcopy(machine)
-    assert feed(machine, Announced("x", V1), Withdrawn("x", V1, "?"), SourceLost("x", "?")) == []
+    assert feed(machine, Withdrawn("x", V1, "?"), SourceLost("x", "?")) == []
     assert machine == before
 
 
@@ -386,6 +386,21 @@ def test_a_late_announce_deadline_changes_nothing() -> None:
     feed(machine, *announce(V1))
     assert machine.feed(TimerExpired("announce", V1)) == []
     assert StartReceiving(V1) in machine.feed(Prepare(V1))
+
+
+def test_a_version_that_began_before_the_plan_was_known_fails_at_once() -> None:
+    """A source may publish while this sink still opens its session with another one."""
+    machine = RankMachine()
+    actions = machine.feed(Announced("a", V1))
+    text = "a began it before this sink had a session with every source"
+    assert actions == [
+        CancelTimer("announce", V1),
+        AckSources(V1, "failed", text),
+        TellCoordinator("failed", V1, text),
+    ]
+    feed(machine, SourcesChanged(frozenset("ab")))
+    assert machine.feed(Announced("b", V1)) == [AckSources(V1, "failed", text)]
+    assert TellCoordinator("announced", V2) in feed(machine, *announce(V2))
 
 
 def test_withdrawn_before_any_announcement() -> None:

@@ -313,8 +313,6 @@ class RankMachine:
         return actions
 
     def _announced(self, source: str, version: Version) -> list[Action]:
-        if source not in self.sources:
-            return []
         if version == self.target:
             return []
         if version in self.dead:
@@ -327,6 +325,9 @@ class RankMachine:
             return [AckSources(version, state, f"version {newest} is newer or over here")]
         first = version not in self.announced
         by = self.announced.setdefault(version, set())
+        if source not in self.sources:
+            text = f"{source} began it before this sink had a session with every source"
+            return self._fail(version, text, "failed")
         if source in by:
             return []
         by.add(source)
