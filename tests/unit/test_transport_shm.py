@@ -185,3 +185,22 @@ async def test_an_abort_waits_for_a_copy_that_cannot_be_cancelled() -> None:
         assert fingerprint(own) == expected(100_000, 1)
         own.release()
         await ends.settled()
+
+
+async def test_withheld_leases_are_counted_once_each() -> None:
+    """One comes back by its release, the other by the sink's death."""
+    async with rig("shm") as ends:
+        send_link, receive_link = await _pair(ends)
+        there = []
+        for seed in (1, 2):
+            lease = await filled(ends.source_account, 1000, seed)
+            await send_link.send(lease)
+            lease.release()
+            there.append(await receive_link.receive(None, 1000))
+        await send_link.abort()
+        assert ends.source.num_withheld == 2
+        there[0].release()
+        await until(lambda: ends.source.num_withheld == 1)
+        receive_link._records.close()
+        await until(lambda: ends.source.num_withheld == 0)
+        there[1].release()
