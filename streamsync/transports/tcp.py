@@ -81,6 +81,7 @@ class TcpSendLink(_Link, SendLink):
     async def send(self, lease: Lease) -> None:
         """Returns when the kernel has the whole frame."""
         frame = lease.frame
+        await asyncio.sleep(0)  # a kernel that takes all at once would never let the loop run
         async with self._operation([0], len(frame)):
             await self._loop.sock_sendall(self._socket, frame)
         self.wire_bytes += lease.nbytes
@@ -104,6 +105,7 @@ class TcpReceiveLink(_Link, ReceiveLink):
         assert lease is not None, "tcp receives into the sink's own leases"
         frame = lease.frame[: HEADER_BYTES + nbytes]
         assert len(frame) == HEADER_BYTES + nbytes, "the lease is smaller than the frame"
+        await asyncio.sleep(0)  # see send
         started = time.monotonic()
         progress, checked = [0], False
         async with self._operation(progress, len(frame)):

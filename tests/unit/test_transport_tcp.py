@@ -234,3 +234,21 @@ async def test_an_abort_returns_only_when_the_running_receive_is_over() -> None:
         with pytest.raises(PeerLost):
             await receiving
         lease.release()
+
+
+async def test_frames_that_pass_at_once_leave_the_loop_its_turn() -> None:
+    async with rig("tcp") as ends:
+        send_link, _, _ = await ends.link()
+        turns = 0
+
+        def turn() -> None:
+            nonlocal turns
+            turns += 1
+            asyncio.get_running_loop().call_soon(turn)
+
+        turn()
+        lease = await filled(ends.source_account, 0, 0)
+        for _ in range(100):  # far less than the socket's buffers hold
+            await send_link.send(lease)
+        lease.release()
+        assert turns >= 100
