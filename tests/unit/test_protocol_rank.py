@@ -489,6 +489,15 @@ def test_a_rank_in_its_gates_is_never_dropped(state: RankState) -> None:
     assert machine.state is state
 
 
+@pytest.mark.parametrize("state", IN_SYNC)
+def test_what_waits_behind_a_sync_may_be_dropped(state: RankState) -> None:
+    machine = at(state)
+    feed(machine, *announce(V2))
+    actions = machine.feed(AskedToDrop("a", V2))
+    assert [(a.version, a.state) for a in actions if isinstance(a, AckSources)] == [(V2, "dropped")]
+    assert (machine.state, machine.target) == (state, V1)
+
+
 @pytest.mark.parametrize("version", [V0, V3])
 def test_a_drop_request_for_another_version_changes_nothing(version: Version) -> None:
     machine = serving()

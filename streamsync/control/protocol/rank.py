@@ -40,6 +40,7 @@ class RankState(Enum):
 _KEPT_DEAD = 64
 
 _AT_REST = {RankState.JOINING, RankState.SERVING, RankState.QUARANTINED}
+_GATED = {RankState.ARMING, RankState.ARMED, RankState.INSTALLING}
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,9 +272,7 @@ class RankMachine:
             case SourceLost(source, text):
                 return self._source_lost(source, text)
             case AskedToDrop(source, version):
-                if self.state is RankState.INSTALLING or (
-                    self.target == version and self.state in {RankState.ARMED, RankState.ARMING}
-                ):
+                if version == self.target and self.state in _GATED:
                     return []
                 return self._fail(version, f"{source} asked a lagging sink to drop it", "dropped")
             case Prepare(version):
