@@ -51,6 +51,9 @@ class Config:
     host: str = "127.0.0.1"
     """Address or name that this rank listens on and tells its peers. Loopback until told
     otherwise: the data plane is not encrypted."""
+    port: int = 0
+    """TCP port on which this rank's tcp transport listens (sources only); 0 takes any free one.
+    Name one where a firewall wants to know."""
     bucket_bytes: int = 4 * MIB
     """Largest bucket the plan cuts. 4 MiB keeps every transport within a few percent of its best
     and lets small layers land early."""

@@ -15,8 +15,8 @@ from streamsync.layout.model import bind_model
 from streamsync.layout.state_dict import bind_tensors
 from streamsync.observability.probe import Probe
 from streamsync.runtime.loop import LoopThread
-from streamsync.session.links import local_ucx
 from streamsync.session.source_rank import SourceRank
+from streamsync.transports import ucx
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping
@@ -74,7 +74,6 @@ class _SourceFace:
         if not 0 <= rank < num_ranks:
             raise ConfigError(f"rank {rank} is not below num_ranks {num_ranks}")
         self.name = f"{group}/{rank}"
-        has_ucx, has_rdma = local_ucx()
         self._thread = LoopThread(self.name, self.config.copy_threads)
         self._rank = SourceRank(
             _bind(source),
@@ -84,7 +83,7 @@ class _SourceFace:
             group=group,
             rank=rank,
             num_ranks=num_ranks,
-            place=here(has_ucx=has_ucx, has_rdma=has_rdma),
+            place=here(has_ucx=ucx.is_installed(), has_rdma=ucx.has_rdma()),
             config=self.config,
             probe=self.probe,
             executor=self._thread.executor,

@@ -10,8 +10,8 @@ from streamsync.errors import ConfigError
 from streamsync.observability.probe import Probe
 from streamsync.plan.plan import Rules
 from streamsync.runtime.loop import LoopThread
-from streamsync.session.links import local_ucx
 from streamsync.session.sink_rank import SinkRank
+from streamsync.transports import ucx
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -57,7 +57,6 @@ class Subscriber:
         self.config = config or Config()
         self.probe = probe or Probe()
         self.name = f"{replica}/{rank}"
-        has_ucx, has_rdma = local_ucx()
         self._thread = LoopThread(self.name, self.config.copy_threads)
         self._rank = SinkRank(
             engine,
@@ -69,7 +68,7 @@ class Subscriber:
             apply=apply,
             arm=arm,
             rules=rules or Rules(),
-            place=here(has_ucx=has_ucx, has_rdma=has_rdma),
+            place=here(has_ucx=ucx.is_installed(), has_rdma=ucx.has_rdma()),
             config=self.config,
             probe=self.probe,
             executor=self._thread.executor,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamsync.transports.choice import open_transport
@@ -13,14 +11,6 @@ if TYPE_CHECKING:
 
     from streamsync.config import Config, TransportName
     from streamsync.transports.base import Transport
-
-
-def local_ucx() -> tuple[bool, bool]:
-    """Whether this process can use UCX, and whether with RDMA; imports nothing heavy."""
-    if importlib.util.find_spec("ucxx") is None:
-        return False, False
-    devices = Path("/sys/class/infiniband")
-    return True, devices.is_dir() and any(devices.iterdir())
 
 
 class OpenTransports:

@@ -72,7 +72,7 @@ def open_transport(name: TransportName, config: Config, executor: Executor | Non
         case "tcp":
             from streamsync.transports.tcp import TcpTransport
 
-            return TcpTransport(config.host)
+            return TcpTransport(config.host, config.port)
         case "ucx":
             from streamsync.transports.ucx import UcxTransport
 
