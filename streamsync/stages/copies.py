@@ -37,7 +37,8 @@ class _Run:
     """None where the live view is one run of memory and is kept flat, so that no view is made per
     sync; else the shape that the packed slice must take."""
     catenated: bool
-    """Whether all of `live` is flat and of the wire dtype, so that one `torch.cat` packs it."""
+    """Whether all of `live` is flat, in host memory and of the wire dtype, so that one `torch.cat`
+    packs it."""
 
     def packed(self, payload: torch.Tensor) -> list[torch.Tensor]:
         flat = payload[self.start : self.stop].view(self.dtype)
@@ -69,7 +70,7 @@ def _runs(pieces: Iterable[_Live]) -> list[_Run]:
         run.numels.append(live.numel())
         run.live.append(live)
         run.shapes.append(None if piece.is_flat else tuple(live.shape))
-        run.catenated &= piece.is_flat and live.dtype == piece.wire
+        run.catenated &= piece.is_flat and live.dtype == piece.wire and live.device.type == "cpu"
         run.stop = end = piece.offset + live.numel() * piece.wire.itemsize
     return runs
 
