@@ -13,7 +13,7 @@ import msgspec
 
 from streamsync.demo import messages
 from streamsync.demo.messages import Done, Failed, FailureKind, Hello, Message, Role, ToParent
-from streamsync.errors import ConfigError, StreamsyncError, TransferTimeout
+from streamsync.errors import ConfigError, StreamsyncError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -127,17 +127,19 @@ class Crew:
     async def hear(self, silence_seconds: float) -> AsyncIterator[tuple[Sender, ToParent]]:
         """What the children say, in order, for ever.
 
-        Raises `ChildFailed` when one fails or is lost, `TransferTimeout` after `silence_seconds` in
-        which nobody said anything.
+        Raises `ChildFailed` when one fails or is lost, or when nobody said anything for
+        `silence_seconds`.
         """
         while True:
             try:
                 async with asyncio.timeout(silence_seconds):
                     heard = await self._next()
             except TimeoutError:
-                raise TransferTimeout(
+                raise ChildFailed(
                     f"no process of the demo said anything for {silence_seconds:g} s; "
-                    f"their last words: {self._last_output()}"
+                    f"their last words: {self._last_output()}",
+                    kind="sync",
+                    trace="",
                 ) from None
             if isinstance(heard, ChildFailed):
                 raise await self._root_cause(heard)

@@ -17,6 +17,7 @@ from streamsync.control.hub import Hub
 from streamsync.demo.crew import ChildFailed, Crew, Sender
 from streamsync.demo.instructions import PROMPTS
 from streamsync.demo.ledger import ENGINE, Ledger
+from streamsync.demo.link import failure_kind
 from streamsync.demo.messages import (
     Answered,
     Begin,
@@ -31,7 +32,7 @@ from streamsync.demo.models import prepare
 from streamsync.demo.results import DemoResults, demo_results
 from streamsync.demo.screen import PlainScreen, Screen, checked_line, summary
 from streamsync.demo.timeline import joined_trace
-from streamsync.errors import ConfigError, MissingExtraError
+from streamsync.errors import ConfigError, MissingExtraError, StreamsyncError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,22 +62,27 @@ _CHILD_ENVIRONMENT: Final = {
 def main(options: DemoOptions) -> int:
     """Runs the demo; returns the exit code: 0 all well, 1 a check or a process failed.
 
-    Raises `ConfigError` and other `StreamsyncError`s for what the user can cure; nothing is left
-    running then, nor when interrupted (130).
+    Raises `ConfigError`, `PlanError`, `LayoutError` or `ControlError` for what the user can cure.
+    Nothing is left running then, nor when interrupted (130).
     """
+    _check_extras(options)
     ledger = Ledger(options.source_ranks)
     screen = _screen(options, ledger)
     try:
         with screen:
-            results, trace = asyncio.run(_run(options, ledger, screen))
+            if options.model == "smollm2":
+                screen.line("preparing SmolLM2-135M-Instruct (converted once, then cached)")
+            folder = prepare(options.model)
+            results, trace = asyncio.run(_run(options, folder, ledger, screen))
             for line in summary(results, trace):
                 screen.line(line)
-    except ChildFailed as failure:
-        if failure.kind == "input":
+    except StreamsyncError as error:
+        kind = error.kind if isinstance(error, ChildFailed) else failure_kind(error)
+        if kind == "input":
             raise
-        if failure.kind == "bug":
-            print(failure.trace, file=sys.stderr)
-        print(f"streamsync: {failure}", file=sys.stderr)
+        if isinstance(error, ChildFailed) and kind == "bug":
+            print(error.trace, file=sys.stderr)
+        print(f"streamsync: {error}", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("streamsync: interrupted", file=sys.stderr)
@@ -86,16 +92,14 @@ def main(options: DemoOptions) -> int:
     return 0 if results.ok else 1
 
 
-async def _run(options: DemoOptions, ledger: Ledger, screen: Screen) -> tuple[DemoResults, str]:
+async def _run(
+    options: DemoOptions, folder: str, ledger: Ledger, screen: Screen
+) -> tuple[DemoResults, str]:
     """Everything that needs the children; returns the results and the trace's path."""
     task = asyncio.current_task()
     assert task is not None
     # Like Ctrl-C: the children and the scratch folder must go with this process.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    _check_extras(options)
-    if options.model == "smollm2":
-        screen.line("preparing SmolLM2-135M-Instruct (converted once, then cached)")
-    folder = await asyncio.to_thread(prepare, options.model)
     secret = secrets.token_urlsafe(32)
     with (
         tempfile.TemporaryDirectory(prefix="streamsync-demo-") as scratch,
@@ -138,7 +142,7 @@ class _Direction:
                 await self._direct()
                 for task in running:
                     task.cancel()
-        except* ChildFailed as failures:
+        except* StreamsyncError as failures:
             raise failures.exceptions[0] from None
 
     async def _direct(self) -> None:

@@ -102,6 +102,8 @@ def converted() -> Path:
 
 def convert(gguf: Path, folder: Path) -> None:
     """Writes the GGUF file's model into `folder` as a Hugging Face checkpoint in bfloat16."""
+    # Read when transformers is imported: all is here, nothing may be asked of the network.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         from gguf import GGUFReader
         from safetensors.torch import save_file

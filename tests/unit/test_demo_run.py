@@ -8,10 +8,11 @@ import torch
 
 from streamsync.cli import main as command
 from streamsync.demo import run
+from streamsync.demo.crew import ChildFailed
 from streamsync.demo.models import demo_model, version_steps
 from streamsync.demo.options import DemoOptions
 from streamsync.demo.tiny import TinyModel
-from streamsync.errors import ConfigError, MissingExtraError
+from streamsync.errors import ConfigError, IntegrityError, MissingExtraError
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
@@ -68,3 +69,29 @@ def test_trainer_and_engine_start_from_different_weights() -> None:
 
 def test_the_first_version_is_the_checkpoint() -> None:
     assert list(version_steps(demo_model("tiny", ""), 3)) == [0, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [
+        (ChildFailed("engine: bad name", kind="input", trace=""), 2),
+        (ChildFailed("engine: gone", kind="sync", trace=""), 1),
+        (ChildFailed("engine: KeyError", kind="bug", trace="Traceback of the child"), 1),
+        (IntegrityError("the copies are no yardstick", tensor="w"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_exit_codes(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    failure: BaseException,
+    code: int,
+) -> None:
+    async def fail(*_: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(run, "_run", fail)
+    assert command(["demo", "--no-live", "--model", "tiny"]) == code
+    errors = capsys.readouterr().err
+    assert errors.splitlines()[-1].startswith("streamsync: ")
+    assert ("Traceback of the child" in errors) == (getattr(failure, "kind", "") == "bug")
