@@ -92,6 +92,7 @@ def assert_aborted(machine: RankMachine, actions: list[Action], *, disarm: bool)
 
 def assert_quarantined(machine: RankMachine, actions: list[Action]) -> None:
     assert (machine.state, machine.target) == (S.QUARANTINED, None)
+    assert {CancelTimer("total", V1), CancelTimer("gate", V1)} <= set(actions)
     assert [type(a) for a in actions if isinstance(a, QuarantineEngine | DropReceived)] == [
         QuarantineEngine,
         DropReceived,
@@ -462,7 +463,7 @@ def test_memory_of_dead_versions_is_bounded() -> None:
     machine = serving()
     for step in range(1, 500):
         feed(machine, Withdrawn("a", Version(1, step), "superseded", superseded=True))
-    assert len(machine.dead) <= 64
+    assert len(machine.dead) == 64
     newest = Version(1, 500)
     feed(machine, *announce(newest), Prepare(newest), Failed(newest, "full"))
     assert machine.dead == {}
