@@ -16,7 +16,7 @@ from streamsync.layout.state_dict import bind_tensors
 from streamsync.observability.probe import Probe
 from streamsync.runtime.loop import LoopThread
 from streamsync.session.source_rank import SourceRank
-from streamsync.transports import ucx
+from streamsync.transports import ucx_library
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping
@@ -83,7 +83,7 @@ class _SourceFace:
             group=group,
             rank=rank,
             num_ranks=num_ranks,
-            place=here(has_ucx=ucx.is_installed(), has_rdma=ucx.has_rdma()),
+            place=here(has_ucx=ucx_library.is_installed(), has_rdma=ucx_library.has_rdma()),
             config=self.config,
             probe=self.probe,
             executor=self._thread.executor,

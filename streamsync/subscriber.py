@@ -11,7 +11,7 @@ from streamsync.observability.probe import Probe
 from streamsync.plan.plan import Rules
 from streamsync.runtime.loop import LoopThread
 from streamsync.session.sink_rank import SinkRank
-from streamsync.transports import ucx
+from streamsync.transports import ucx_library
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -68,7 +68,7 @@ class Subscriber:
             apply=apply,
             arm=arm,
             rules=rules or Rules(),
-            place=here(has_ucx=ucx.is_installed(), has_rdma=ucx.has_rdma()),
+            place=here(has_ucx=ucx_library.is_installed(), has_rdma=ucx_library.has_rdma()),
             config=self.config,
             probe=self.probe,
             executor=self._thread.executor,

@@ -15,7 +15,7 @@ import uvloop
 from streamsync.errors import PeerLost
 from streamsync.runtime.pool import Pool
 from streamsync.transports.base import Offer
-from streamsync.transports.ucx import is_installed
+from streamsync.transports.ucx_library import is_installed
 from tests.transport_rig import MIB, content, expected, filled, fingerprint, make, until
 
 if TYPE_CHECKING:

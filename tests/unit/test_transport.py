@@ -12,7 +12,8 @@ import pytest_asyncio
 
 from streamsync.errors import IntegrityError, PeerLost, TransportError
 from streamsync.transports.base import Offer
-from streamsync.transports.ucx import UcxTransport, is_installed
+from streamsync.transports.ucx import UcxTransport
+from streamsync.transports.ucx_library import is_installed
 from tests.transport_rig import MIB, Rig, expected, filled, fingerprint, rig
 
 if TYPE_CHECKING:

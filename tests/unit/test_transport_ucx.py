@@ -12,17 +12,18 @@ import pytest
 import uvloop
 
 from streamsync.errors import ConfigError, MissingExtraError, TransportError
-from streamsync.transports import ucx
+from streamsync.transports import ucx_library
 from streamsync.transports.base import Offer
-from streamsync.transports.ucx import WINDOW, UcxReceiveLink, UcxTransport, describe, is_installed
+from streamsync.transports.ucx import WINDOW, UcxReceiveLink, UcxTransport
+from streamsync.transports.ucx_library import describe, is_installed
 from tests.transport_rig import expected, filled, fingerprint, rig
 
 needs_ucxx = pytest.mark.skipif(not is_installed(), reason="needs ucxx")
 
 
 async def test_without_ucxx_the_extra_is_named_at_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ucx, "is_installed", lambda: False)
-    ucx._ucxx.cache_clear()
+    monkeypatch.setattr(ucx_library, "is_installed", lambda: False)
+    ucx_library.load_ucxx.cache_clear()
     transport = UcxTransport()
     with pytest.raises(MissingExtraError, match=r"streamsync\[ucx\]"):
         await transport.start()
