@@ -485,9 +485,13 @@ class SinkRank:
             peer.tell(message)
 
     async def _commit(self, version: Version, sync: SinkSync) -> None:
-        if not await self._call_engine(partial(self._engine.commit, version)):
-            text = "the engine failed to commit"
-            self._ack(m.Ack(version=version, state="failed", text=text))
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._engine_executor, partial(self._engine.commit, version))
+        except Exception as error:
+            text = f"the engine failed to commit: {self._text_of(error)}"
+            self.error = EngineError(text, version=version)
+            self._feed(r.CommitFailed(version, text))
             return
         self._probe.moment("committed", version=version)
         report = sync.report(time.monotonic())

@@ -44,11 +44,14 @@ if TYPE_CHECKING:
     from streamsync.layout.binding import Binding
     from streamsync.plan.plan import Share
     from streamsync.runtime.pool import Account
+    from streamsync.transports.base import Transport
 
 _log = logging.getLogger("streamsync.source")
 
 _KEPT_VERSIONS = 64
 """Outcomes and reports are kept for this many versions."""
+_LAST_WORD_SECONDS = 1.0
+_QUEUED_WORDS_SECONDS = 0.2
 
 
 class SourceRank:
@@ -84,6 +87,9 @@ class SourceRank:
         self._peers: dict[str, SourcePeer] = {}
         self._refusals: dict[str, str] = {}
         self._streams: list[Stream] = []
+        self._admitted_streams: list[Stream] = []
+        self._expected_back: set[str] = set()
+        self._closed_ids: set[bytes] = set()
         self._sync: SourceSync | None = None
         self._snapshots: dict[Version, asyncio.Future[None]] = {}
         self._outcomes: OrderedDict[Version, asyncio.Future[tuple[Outcome, ...]]] = OrderedDict()
@@ -181,6 +187,7 @@ class SourceRank:
     async def publish(self, step: int | None) -> Version:
         """See `Publisher.publish`."""
         started_at = time.monotonic()
+        await self._all_back()
         version = await self._next_version(step)
         loop = asyncio.get_running_loop()
         snapshot: asyncio.Future[None] = loop.create_future()
@@ -210,6 +217,19 @@ class SourceRank:
             )
         )
         return version
+
+    async def _all_back(self) -> None:
+        """Sinks whose links were given up with a failed version subscribe again by themselves; a
+        version begun before would pass them by instead of healing them."""
+        try:
+            async with asyncio.timeout(self._config.deadlines.connect):
+                while self._expected_back:
+                    self._peers_changed.clear()
+                    await self._peers_changed.wait()
+        except TimeoutError:
+            names = ", ".join(sorted(self._expected_back))
+            _log.warning("%s did not subscribe again; publishing without", names)
+            self._expected_back.clear()
 
     async def _next_version(self, step: int | None) -> Version:
         try:
@@ -315,8 +335,19 @@ class SourceRank:
 
     def _on_control_lost(self, control_id: bytes, text: str) -> None:
         for peer in list(self._peers.values()):
-            if peer.control_id == control_id:
-                self._lose(peer, text)
+            if peer.control_id == control_id and control_id not in self._closed_ids:
+                self._closed_ids.add(control_id)
+                self._tasks.create_task(self._control_lost(peer, text))
+
+    async def _control_lost(self, peer: SourcePeer, text: str) -> None:
+        """Sending finds a closed session before its last words were read: they come first."""
+        try:
+            async with asyncio.timeout(_QUEUED_WORDS_SECONDS):
+                await peer.ended.wait()
+        except TimeoutError:
+            await self._drop_peer(peer, text)
+        finally:
+            self._closed_ids.discard(peer.control_id)
 
     def _lose(self, peer: SourcePeer, text: str) -> None:
         if self._peers.get(peer.sink) is peer:
@@ -330,8 +361,8 @@ class SourceRank:
         _log.info("%s is gone: %s", peer.sink, text)
         if self._sync is not None:
             self._sync.drop(peer)
+        self._feed(p.PeerLost(peer.sink, text))  # no await before: it may subscribe again meanwhile
         await peer.link.abort()
-        self._feed(p.PeerLost(peer.sink, text))
         self._close_unused_streams()
         self._peers_changed.set()
 
@@ -370,6 +401,16 @@ class SourceRank:
         transport = await self._transports.get(message.transport)
         async with self._admitting:  # two sinks of equal layout must find one stream
             stream = await self._stream_of(message.share)
+        self._admitted_streams.append(stream)
+        try:
+            await self._link(control_id, message, transport, stream)
+        finally:
+            self._admitted_streams.remove(stream)
+            self._close_unused_streams()
+
+    async def _link(
+        self, control_id: bytes, message: m.Subscribe, transport: Transport, stream: Stream
+    ) -> None:
         offer = transport.offer(self._pool)
         self._listener.send(
             control_id,
@@ -391,6 +432,7 @@ class SourceRank:
         )
         self._peers[peer.sink] = peer
         self._refusals.pop(peer.sink, None)
+        self._expected_back.discard(peer.sink)
         if message.place.host_id == self._place.host_id:
             self._tasks.create_task(self._watch(peer, message.place.pid))
         self._feed(p.PeerJoined(peer.sink, peer.replica))
@@ -444,6 +486,7 @@ class SourceRank:
 
     def _close_unused_streams(self) -> None:
         used = {id(peer.stream) for peer in self._peers.values()}
+        used.update(map(id, self._admitted_streams))
         for stream in [s for s in self._streams if id(s) not in used]:
             self._streams.remove(stream)
             stream.account.close()
@@ -503,7 +546,7 @@ class SourceRank:
             self._published_at.pop(version, time.monotonic()),
             self._config.deadlines.progress,
             partial(self._snapshot_taken, version),
-            lambda peer, text: self._feed(p.SendFailed(peer.sink, version, text)),
+            partial(self._send_failed, version),
         )
         self._probe.moment("announced", version=version)
         for peer in peers:
@@ -540,11 +583,25 @@ class SourceRank:
             snapshot.set_result(None)
         self._feed(p.SnapshotTaken(version))
 
+    def _send_failed(self, version: Version, peer: SourcePeer, text: str) -> None:
+        self._tasks.create_task(self._fail_peer(peer, version, text))
+
+    async def _fail_peer(self, peer: SourcePeer, version: Version, text: str) -> None:
+        """A sink that gives a version up closes its link and says why, on two sockets: its own word
+        is better than what we saw of it, so that has a moment to come first."""
+        try:
+            async with asyncio.timeout(_LAST_WORD_SECONDS):
+                await peer.ended.wait()
+        except TimeoutError:
+            self._feed(p.SendFailed(peer.sink, version, text))
+
     async def _stop_sending(self, peer: SourcePeer, version: Version, text: str) -> None:
         """The version failed for one peer. If frames are on their way the link can't be used again:
         the session ends and the sink subscribes anew."""
         peer.tell(m.Withdrawn(version=version, text=text))
-        if peer.credits.granted_bytes:
+        if peer.credits.granted_bytes and self._peers.get(peer.sink) is peer:
+            self._expected_back.add(peer.sink)
+            peer.tell(m.Goodbye(text=f"version {version} failed: {text}"))
             await self._drop_peer(peer, text)
         elif self._sync is not None:
             self._sync.drop(peer)

@@ -141,6 +141,7 @@ class Subscriptions:
         ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         linked: asyncio.Future[m.Linked] = asyncio.get_running_loop().create_future()
         peer: SinkPeer | None = None
+        early: list[m.AnyMessage] = []  # a source may begin a version right after it linked
 
         def lost(text: str) -> None:
             if not ended.done():
@@ -155,6 +156,8 @@ class Subscriptions:
                 self._message(peer, message)
             elif isinstance(message, m.Error):
                 lost(message.text)
+            else:
+                early.append(message)
 
         dialer = Dialer(self._curve, info.endpoint, info.name, handle, lost)
         try:
@@ -163,6 +166,8 @@ class Subscriptions:
                 try:
                     peer = await self._subscribe(dialer, info, source_share, sink_share, linked)
                     self.peers[info.name] = peer
+                    for message in early:
+                        self._message(peer, message)
                     opened.set_result(None)
                     with watch_process(
                         info.place.pid if info.place.host_id == self._place.host_id else 0,

@@ -130,6 +130,14 @@ class Quarantine:
 
 
 @dataclass(frozen=True, slots=True)
+class CommitFailed:
+    """Own engine could not take `version` after COMMIT: it is installed, but nothing may leave."""
+
+    version: Version
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class CoordinatorLost:
     """The coordinator's session ended."""
 
@@ -170,7 +178,8 @@ class Failed:
 
 Event = (
     SourcesChanged | Announced | Withdrawn | SourceLost | AskedToDrop | Prepare | Arm | Go | Commit
-    | Abort | Quarantine | CoordinatorLost | Ready | GatesArmed | AllLanded | Failed | TimerExpired
+    | Abort | Quarantine | CommitFailed | CoordinatorLost | Ready | GatesArmed | AllLanded | Failed
+    | TimerExpired
 )  # fmt: skip
 
 
@@ -295,6 +304,8 @@ class RankMachine:
                 return self._abort(version, text, outcome)
             case Quarantine(version, text):
                 return self._quarantine(version, text, tell=False)
+            case CommitFailed(version, text):
+                return self._commit_failed(version, text)
             case CoordinatorLost(text):
                 return self._coordinator_lost(f"coordinator lost: {text}")
             case Failed(version, text):
@@ -410,6 +421,18 @@ class RankMachine:
         self.serving, self.target = version, None
         self._end(version)
         return [*_cancel(version), CommitEngine(version), AckSources(version, "committed")]
+
+    def _commit_failed(self, version: Version, text: str) -> list[Action]:
+        if self.serving != version:
+            return []
+        self._rest = RankState.QUARANTINED
+        if self.target is None:
+            self.state = RankState.QUARANTINED
+        return [
+            QuarantineEngine(version, text),
+            AckSources(version, "failed", text),
+            TellCoordinator("quarantined", version, text),
+        ]
 
     def _abort(
         self, version: Version, text: str, outcome: Literal["failed", "superseded", "dropped"]
