@@ -93,11 +93,12 @@ class SinkRank:
         self._sync: SinkSync | None = None
         self._sync_task: asyncio.Task[None] | None = None
         self._load_bytes_per_second = 0.0
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = torch.empty(config.copy_threads, 0, dtype=torch.uint8)
         self._stop = asyncio.Event()
         self._changed = asyncio.Event()
         self._dirty = asyncio.Event()
         self._closing = False
+        self._committed: Version | None = None
         self._found: tuple[m.SourceInfo, ...] = ()
         self.plan: Plan | None = None
         self.error: StreamsyncError | None = None
@@ -217,8 +218,8 @@ class SinkRank:
 
     @property
     def version(self) -> Version | None:
-        """The committed version; None before the first one or in quarantine."""
-        return None if self.state is r.RankState.QUARANTINED else self._machine.serving
+        """The version that the engine committed; None before the first one and in quarantine."""
+        return None if self.state is r.RankState.QUARANTINED else self._committed
 
     @property
     def state(self) -> r.RankState:
@@ -275,6 +276,7 @@ class SinkRank:
         self._found = found.sources
         if not found.sources:
             _log.info("%s waits: %s", self.name, found.waiting_for)
+            self.error = ControlError(f"no sources yet: {found.waiting_for}", peer="hub")
             return
         if not self._subscriptions.is_planned_for(found.sources):
             await self._subscriptions.drop_all("the plan changes")
@@ -296,8 +298,8 @@ class SinkRank:
         await self._subscriptions.connect()
         self._check_pool()
         largest = max((s.max_bucket_bytes for s in self.plan.sink_shares), default=0)
-        if self._scratch.numel() < largest:
-            self._scratch = torch.empty(largest, dtype=torch.uint8)
+        if self._scratch.shape[1] < largest:
+            self._scratch = torch.empty(self._scratch.shape[0], largest, dtype=torch.uint8)
         self.error = None
         sources = frozenset(self._subscriptions.peers)
         if self._machine.sources != sources:
@@ -493,6 +495,7 @@ class SinkRank:
             self.error = EngineError(text, version=version)
             self._feed(r.CommitFailed(version, text))
             return
+        self._committed = version
         self._probe.moment("committed", version=version)
         report = sync.report(time.monotonic())
         self.reports = (*self.reports[1 - _KEPT_REPORTS :], report)

@@ -63,6 +63,7 @@ class SinkSync:
         self.version = version
         self.peers = list(peers)
         self._pool = pool
+        self._num_lanes = scratch.shape[0]
         self._probe = probe
         self._whole = apply == "version"
         self._arm_at_begin = arm == "begin" and not self._whole
@@ -214,7 +215,8 @@ class SinkSync:
     def load_bytes_per_second(self) -> float:
         """What loading reached in this sync, for the next one's prediction; 0 if unknown."""
         report = self._clocks["load"].report()
-        return report.bytes / report.busy_seconds if report.busy_seconds else 0.0
+        lane_seconds = report.busy_seconds / self._num_lanes
+        return report.bytes / lane_seconds if lane_seconds else 0.0
 
     def report(self, committed_at: float) -> SyncReport:
         """The account of this sync."""

@@ -45,8 +45,9 @@ class Feed:
 
 
 class Loader:
-    """The load stage of one sync. `scratch` (uint8, as large as the largest bucket) is where loaded
-    bytes are packed again to be digested; it is used by one bucket at a time."""
+    """The load stage of one sync. `scratch` (uint8 `[num_lanes, largest bucket]`) is where loaded
+    bytes that lie apart are packed again to be digested; as many buckets load at once as it has
+    rows."""
 
     def __init__(
         self,
@@ -79,6 +80,7 @@ class Loader:
             for bucket in feed.share.buckets:
                 self._left[feed.share.groups[bucket.group]] += 1
         self._order = order
+        self._num_unclaimed = sum(self._left.values())
         self._held: list[tuple[int, int, int, Received]] = []
         self._changed = asyncio.Event()
         self.go = asyncio.Event()
@@ -90,7 +92,8 @@ class Loader:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._collect(source))
-                tasks.create_task(self._install())
+                for scratch in self._scratch:
+                    tasks.create_task(self._install(scratch))
         finally:
             for *_, received in self._held:
                 received.lease.release()
@@ -126,39 +129,41 @@ class Loader:
             received.lease.release()
             raise
 
-    async def _install(self) -> None:
+    async def _install(self, scratch: torch.Tensor) -> None:
+        """One lane: loads the bucket that the forward needs first, as long as there are any."""
         with self._clock.blocked():
             await self.go.wait()
-        num_left = sum(self._left.values())
-        while num_left:
-            while not self._held:
+        while self._num_unclaimed:
+            if not self._held:
                 self._changed.clear()
                 with self._clock.blocked():
                     await self._changed.wait()
+                continue
             *_, received = heapq.heappop(self._held)
+            self._num_unclaimed -= 1
+            if not self._num_unclaimed:
+                self._changed.set()  # the other lanes have nothing left to wait for
             try:
-                await self._load(received)
+                await self._load(received, scratch)
             finally:
                 received.lease.release()
-            num_left -= 1
             share = self._feeds[received.feed].share
             group = share.groups[received.bucket.group]
             self._left[group] -= 1
             if self._left[group] == 0:
                 await self._finish_group(group)
 
-    async def _load(self, received: Received) -> None:
+    async def _load(self, received: Received, scratch: torch.Tensor) -> None:
         feed = self._feeds[received.feed]
         bucket = received.bucket
         copies = feed.copies[bucket.index]
         program = None if feed.digests is None or self._whole else feed.digests[bucket.index]
-        scratch = self._scratch[: bucket.nbytes]
 
         def work(lease: Lease = received.lease) -> int | None:
             copies.scatter(lease.payload)
             if program is None:
                 return None
-            return copies.loaded_digest(program, scratch)
+            return copies.loaded_digest(program, scratch[: bucket.nbytes])
 
         found, start, seconds = await run_timed(self._executor, work)
         self._clock.worked(
