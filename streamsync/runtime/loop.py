@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_INTERRUPT_SECONDS = 10.0
+"""An interrupted caller waits at most so long for its call to be given up."""
+
 
 class LoopThread:
     """Runs `main` on its own event loop beside the host program's threads.
@@ -82,11 +85,22 @@ class LoopThread:
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on the loop and waits for it, from any thread but the loop's.
 
-        An interrupt (Ctrl-C) cancels it. Raises what it raises, or why the loop ended meanwhile.
+        An interrupt (Ctrl-C) cancels it and passes on once it is over, so that nothing of it goes
+        on behind the caller's back. Raises what it raises, or why the loop ended meanwhile.
         """
-        future = self.submit(coroutine)
+        over: concurrent.futures.Future[None] = concurrent.futures.Future()
+        try:
+            future = self.submit(_reported(coroutine, over))
+        except StreamsyncError:
+            coroutine.close()
+            raise
         both: tuple[concurrent.futures.Future[Any], ...] = (future, self._ended)
-        concurrent.futures.wait(both, return_when="FIRST_COMPLETED")
+        try:
+            concurrent.futures.wait(both, return_when="FIRST_COMPLETED")
+        except BaseException:
+            future.cancel()
+            concurrent.futures.wait((over, self._ended), _INTERRUPT_SECONDS, "FIRST_COMPLETED")
+            raise
         if not future.done():
             future.cancel()
             raise StreamsyncError(f"{self.name} ended: {self._why_ended()}")
@@ -127,6 +141,15 @@ def _use_one_thread() -> None:
         restore = threading.Thread(target=torch.set_num_threads, args=(before,))
         restore.start()
         restore.join()
+
+
+async def _reported(
+    coroutine: Coroutine[Any, Any, T], over: concurrent.futures.Future[None]
+) -> T:
+    try:
+        return await coroutine
+    finally:
+        over.set_result(None)
 
 
 def _single(error: BaseException) -> BaseException:

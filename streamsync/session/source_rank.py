@@ -533,6 +533,7 @@ class SourceRank:
         snapshot = self._snapshots.get(version)
         if snapshot is not None and not snapshot.done():
             snapshot.set_exception(error)
+            snapshot.exception()  # a cancelled `publish` does not look at it any more
 
     async def _run_sync(self, version: Version, peers: list[SourcePeer]) -> None:
         for peer in peers:
