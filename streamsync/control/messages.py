@@ -3,8 +3,8 @@
 Between a member and the hub: Join .. Changed. Between a sink rank and a source rank, per
 subscription: Subscribe, Subscribed, Linked, ReplicaReady (or PlanRefused); per sync: Begin, Credit
 (coalesced), End, Ack, and on trouble Withdrawn, DropRequest. Between a rank and its replica's
-coordinator: Enlist, Enlisted, Word, Order. `Error` answers any request that failed, `Goodbye` ends a
-session.
+coordinator: Enlist, Enlisted, Word, Order. `Error` answers any request that failed, and `Goodbye`
+ends a session.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every metric, as data: the exporter, monitoring/metrics.md and their tests are derived from it."""
+"""Every metric, as data: the exporter, monitoring/metrics.md and their tests derive from it."""
 
 from __future__ import annotations
 

@@ -12,28 +12,17 @@ from typing import TYPE_CHECKING, Any
 from streamsync.control import messages as m
 from streamsync.control.curve import Curve
 from streamsync.control.member import HubMember
-from streamsync.control.place import watch_process
 from streamsync.control.protocol import source as p
 from streamsync.control.protocol.timer import CancelTimer, SetTimer
-from streamsync.control.sockets import Listener, error_message
-from streamsync.digest import compile_bucket
-from streamsync.errors import (
-    ConfigError,
-    ControlError,
-    PlanError,
-    StreamsyncError,
-    TransportError,
-    VersionError,
-)
+from streamsync.control.sockets import Listener
+from streamsync.errors import ControlError, StreamsyncError, TransportError, VersionError
 from streamsync.observability.probe import Event, Probe
-from streamsync.plan.check import check_share
-from streamsync.runtime.pool import Pool, frame_bytes
+from streamsync.runtime.pool import Pool
+from streamsync.session.audience import Audience
 from streamsync.session.links import OpenTransports
-from streamsync.session.source_peer import SourcePeer
 from streamsync.session.source_sync import SourceSync
+from streamsync.session.streams import Streams
 from streamsync.session.timers import Timers
-from streamsync.stages.copies import prepare_copies
-from streamsync.stages.stream import Stream
 from streamsync.types import Outcome, SyncReport, Version
 
 if TYPE_CHECKING:
@@ -42,16 +31,13 @@ if TYPE_CHECKING:
 
     from streamsync.config import Config
     from streamsync.layout.binding import Binding
-    from streamsync.plan.plan import Share
-    from streamsync.runtime.pool import Account
-    from streamsync.transports.base import Transport
+    from streamsync.session.source_peer import SourcePeer
 
 _log = logging.getLogger("streamsync.source")
 
 _KEPT_VERSIONS = 64
 """Outcomes and reports are kept for this many versions."""
 _LAST_WORD_SECONDS = 1.0
-_QUEUED_WORDS_SECONDS = 0.2
 
 
 class SourceRank:
@@ -84,22 +70,16 @@ class SourceRank:
         self._probe = probe
         self._executor = executor
         self._machine = p.SourceMachine(policy=config.publish_queue)
-        self._peers: dict[str, SourcePeer] = {}
-        self._refusals: dict[str, str] = {}
-        self._streams: list[Stream] = []
-        self._admitted_streams: list[Stream] = []
-        self._expected_back: set[str] = set()
-        self._closed_ids: set[bytes] = set()
         self._sync: SourceSync | None = None
+        self._sync_task: asyncio.Task[None] | None = None
         self._snapshots: dict[Version, asyncio.Future[None]] = {}
         self._outcomes: OrderedDict[Version, asyncio.Future[tuple[Outcome, ...]]] = OrderedDict()
         self._published_at: dict[Version, float] = {}
         self._reports: OrderedDict[Version, SyncReport] = OrderedDict()
-        self._peers_changed = asyncio.Event()
-        self._admitting = asyncio.Lock()
         self._stop = asyncio.Event()
         self._pool: Pool
-        self._transports: OpenTransports
+        self._streams: Streams
+        self._audience: Audience
         self._timers: Timers
         self._listener: Listener
         self._member: HubMember
@@ -111,10 +91,33 @@ class SourceRank:
         try:
             curve.start()
             self._pool = Pool(self._config.pool_bytes, self._name)
-            self._transports = OpenTransports(self._config, self._executor)
+            transports = OpenTransports(self._config, self._executor)
             self._timers = Timers(self._config.deadlines, self._feed)
             self._listener = Listener(
-                curve, self._config.host, 0, self._on_message, self._on_control_lost
+                curve,
+                self._config.host,
+                0,
+                self._on_message,
+                lambda control_id, text: self._audience.control_lost(control_id, text),
+            )
+            self._streams = Streams(
+                self._binding,
+                self._pool,
+                self._executor,
+                lambda: self._machine.running is not None,
+                digest=self._config.digest,
+            )
+            self._audience = Audience(
+                self._name,
+                self._place,
+                self._config,
+                self._pool,
+                self._streams,
+                transports,
+                self._listener.send,
+                lambda coroutine: self._tasks.create_task(coroutine),
+                joined=self._peer_joined,
+                lost=self._peer_lost,
             )
             self._member = HubMember(
                 curve, self._hub, self._join, lambda: None, self._config.deadlines.connect
@@ -130,21 +133,18 @@ class SourceRank:
                         ready()
                         await self._stop.wait()
                         self._member.leave()
-                        for peer in self._peers.values():
+                        for peer in self._audience.peers.values():
                             peer.tell(m.Goodbye(text=f"{self._name} closes"))
                         await asyncio.sleep(0)
                     finally:
                         for task in running:
                             task.cancel()
                         await self._end_sync()
-                        for name in list(self._peers):
-                            await self._drop_peer(self._peers[name], "closing")
+                        await self._audience.close()
             finally:
                 self._timers.close()
                 self._listener.close()
-                await self._transports.close()
-                for stream in self._streams:
-                    stream.account.close()
+                await transports.close()
                 self._pool.close()
         finally:
             curve.close()
@@ -164,8 +164,6 @@ class SourceRank:
             if not future.done():
                 future.set_exception(closed)
                 future.exception()
-
-    _sync_task: asyncio.Task[None] | None = None
 
     def _join(self, epoch: int) -> m.Join:
         return m.Join(
@@ -187,7 +185,7 @@ class SourceRank:
     async def publish(self, step: int | None) -> Version:
         """See `Publisher.publish`."""
         started_at = time.monotonic()
-        await self._all_back()
+        await self._audience.all_back()
         version = await self._next_version(step)
         loop = asyncio.get_running_loop()
         snapshot: asyncio.Future[None] = loop.create_future()
@@ -217,19 +215,6 @@ class SourceRank:
             )
         )
         return version
-
-    async def _all_back(self) -> None:
-        """Sinks whose links were given up with a failed version subscribe again by themselves; a
-        version begun before would pass them by instead of healing them."""
-        try:
-            async with asyncio.timeout(self._config.deadlines.connect):
-                while self._expected_back:
-                    self._peers_changed.clear()
-                    await self._peers_changed.wait()
-        except TimeoutError:
-            names = ", ".join(sorted(self._expected_back))
-            _log.warning("%s did not subscribe again; publishing without", names)
-            self._expected_back.clear()
 
     async def _next_version(self, step: int | None) -> Version:
         try:
@@ -282,39 +267,23 @@ class SourceRank:
 
     async def wait_for_replicas(self, num_replicas: int, deadline: float) -> None:
         """See `Publisher.wait_for_replicas`."""
-        try:
-            async with asyncio.timeout(deadline):
-                while True:
-                    if self._num_complete_replicas() >= num_replicas:
-                        return
-                    if self._refusals:
-                        sink, text = next(iter(self._refusals.items()))
-                        raise PlanError("a sink can't be served", peer=sink, peer_text=text)
-                    self._peers_changed.clear()
-                    await self._peers_changed.wait()
-        except TimeoutError:
-            raise ControlError(
-                f"{self._num_complete_replicas()} of {num_replicas} replicas subscribed within "
-                f"{deadline:g} s: are the engines up, with this hub and secret?",
-                rank=self._name,
-            ) from None
+        await self._audience.wait_for_replicas(num_replicas, deadline)
 
-    def _num_complete_replicas(self) -> int:
-        return sum(peer.has_whole_replica for peer in self._peers.values())
+    def transports_in_use(self) -> dict[str, str]:
+        """See `Publisher.transports`."""
+        return {peer.sink: peer.transport for peer in self._audience.peers.values()}
 
     # --- the sinks' side --------------------------------------------------------------------
 
     def _on_message(self, control_id: bytes, message: m.AnyMessage) -> None:
         match message:
             case m.Subscribe():
-                self._tasks.create_task(self._admit(control_id, message))
+                self._tasks.create_task(self._audience.admit(control_id, message))
                 return
             case m.PlanRefused():
-                _log.error("%s refused the plan: %s", message.sink, message.text)
-                self._refusals[message.sink] = message.text
-                self._peers_changed.set()
+                self._audience.refused(message)
                 return
-        peer = next((x for x in self._peers.values() if x.control_id == control_id), None)
+        peer = self._audience.find(control_id)
         if peer is None:
             if isinstance(message, m.Goodbye | m.Credit | m.Ack):
                 return  # the last words of a session that is over
@@ -326,170 +295,21 @@ class SourceRank:
             case m.Ack():
                 self._feed(p.Acknowledged(peer.sink, message.version, message.state, message.text))
             case m.ReplicaReady():
-                peer.has_whole_replica = True
-                self._peers_changed.set()
+                self._audience.whole_replica(peer)
             case m.Goodbye():
-                self._lose(peer, message.text or "it said goodbye")
+                self._audience.lose(peer, message.text or "it said goodbye")
             case _:
                 raise ControlError(f"a source takes no {type(message).__name__}")
 
-    def _on_control_lost(self, control_id: bytes, text: str) -> None:
-        for peer in list(self._peers.values()):
-            if peer.control_id == control_id and control_id not in self._closed_ids:
-                self._closed_ids.add(control_id)
-                self._tasks.create_task(self._control_lost(peer, text))
-
-    async def _control_lost(self, peer: SourcePeer, text: str) -> None:
-        """Sending finds a closed session before its last words were read: they come first."""
-        try:
-            async with asyncio.timeout(_QUEUED_WORDS_SECONDS):
-                await peer.ended.wait()
-        except TimeoutError:
-            await self._drop_peer(peer, text)
-        finally:
-            self._closed_ids.discard(peer.control_id)
-
-    def _lose(self, peer: SourcePeer, text: str) -> None:
-        if self._peers.get(peer.sink) is peer:
-            self._tasks.create_task(self._drop_peer(peer, text))
-
-    async def _drop_peer(self, peer: SourcePeer, text: str) -> None:
-        if self._peers.get(peer.sink) is not peer:
-            return
-        del self._peers[peer.sink]
-        peer.ended.set()
-        _log.info("%s is gone: %s", peer.sink, text)
-        if self._sync is not None:
-            self._sync.drop(peer)
-        self._feed(p.PeerLost(peer.sink, text))  # no await before: it may subscribe again meanwhile
-        await peer.link.abort()
-        self._close_unused_streams()
-        self._peers_changed.set()
-
-    async def _admit(self, control_id: bytes, message: m.Subscribe) -> None:
-        try:
-            async with asyncio.timeout(self._config.deadlines.connect):
-                await self._subscribe(control_id, message)
-        except TimeoutError:
-            error = TransportError("the data link did not come up in time", peer=message.sink)
-            self._listener.send(control_id, error_message(error, 0))
-        except StreamsyncError as error:
-            _log.warning("refused %s: %s", message.sink, error)
-            self._listener.send(control_id, error_message(error, message.request))
-
-    async def _subscribe(self, control_id: bytes, message: m.Subscribe) -> None:
-        if message.protocol != m.PROTOCOL:
-            raise ControlError(
-                f"{message.sink} speaks protocol {message.protocol}, this source {m.PROTOCOL}: "
-                "install the same streamsync version everywhere"
-            )
-        if message.expected_incarnation != self._place.process_id:
-            raise ControlError(f"{self._name} was restarted since the plan was made: plan again")
-        if message.digest != self._config.digest:
-            raise ConfigError(
-                f"digests are {'on' if self._config.digest else 'off'} here and "
-                f"{'on' if message.digest else 'off'} at {message.sink}: set both alike"
-            )
-        if self._config.transport not in ("auto", message.transport):
-            raise ConfigError(
-                f"this source is set to transport={self._config.transport}, {message.sink} asks "
-                f"for {message.transport}: set both alike, or one of them to auto"
-            )
-        old = self._peers.get(message.sink)
-        if old is not None:
-            await self._drop_peer(old, "it subscribed again")
-        transport = await self._transports.get(message.transport)
-        async with self._admitting:  # two sinks of equal layout must find one stream
-            stream = await self._stream_of(message.share)
-        self._admitted_streams.append(stream)
-        try:
-            await self._link(control_id, message, transport, stream)
-        finally:
-            self._admitted_streams.remove(stream)
-            self._close_unused_streams()
-
-    async def _link(
-        self, control_id: bytes, message: m.Subscribe, transport: Transport, stream: Stream
-    ) -> None:
-        offer = transport.offer(self._pool)
-        self._listener.send(
-            control_id,
-            m.Subscribed(
-                request=message.request,
-                offer=offer,
-                lease_bytes=self._pool.limit_bytes(stream.account),
-            ),
-        )
-        link = await transport.accept(offer, message.transport_address)
-        peer = SourcePeer(
-            message.sink,
-            message.replica,
-            control_id,
-            stream,
-            link,
-            message.transport,
-            partial(self._listener.send, control_id),
-        )
-        self._peers[peer.sink] = peer
-        self._refusals.pop(peer.sink, None)
-        self._expected_back.discard(peer.sink)
-        if message.place.host_id == self._place.host_id:
-            self._tasks.create_task(self._watch(peer, message.place.pid))
+    def _peer_joined(self, peer: SourcePeer) -> Version | None:
         self._feed(p.PeerJoined(peer.sink, peer.replica))
         running = self._machine.running
-        peer.tell(m.Linked(missed=running.version if running is not None else None))
-        self._peers_changed.set()
-        _log.info(
-            "%s subscribed: %d bytes a sync in %d buckets over %s",
-            peer.sink,
-            stream.share.nbytes,
-            len(stream.share.buckets),
-            message.transport,
-        )
+        return running.version if running is not None else None
 
-    async def _watch(self, peer: SourcePeer, pid: int) -> None:
-        if pid == self._place.pid:
-            return
-        text = f"its process {pid} ended"
-        with watch_process(pid, partial(self._lose, peer, text)):
-            await peer.ended.wait()
-
-    async def _stream_of(self, share: Share) -> Stream:
-        """The stream of these buckets; sinks of equal layout find the same one."""
-        for stream in self._streams:
-            if stream.share.digest == share.digest and stream.share.buckets == share.buckets:
-                return stream
-        if self._machine.running is not None and self._pool.num_outstanding:
-            raise TransportError("a sync is running: subscribe when it is over", peer=share.sink)
-        demand = sum(frame_bytes(bucket.nbytes) for bucket in share.buckets)
-        account = self._pool.open_account(share.sink, share.max_bucket_bytes, demand)
-        try:
-            stream = await asyncio.get_running_loop().run_in_executor(
-                self._executor, partial(self._prepare, share, account)
-            )
-        except BaseException as error:
-            account.close()
-            if isinstance(error, StreamsyncError) or not isinstance(error, Exception):
-                raise
-            raise PlanError(f"the share does not fit this source: {error}") from error
-        self._streams.append(stream)
-        return stream
-
-    def _prepare(self, share: Share, account: Account) -> Stream:
-        check_share(share, self._binding.layout)
-        return Stream(
-            share,
-            prepare_copies(share, self._binding, at_source=True),
-            [compile_bucket(share, b) for b in share.buckets] if self._config.digest else None,
-            account,
-        )
-
-    def _close_unused_streams(self) -> None:
-        used = {id(peer.stream) for peer in self._peers.values()}
-        used.update(map(id, self._admitted_streams))
-        for stream in [s for s in self._streams if id(s) not in used]:
-            self._streams.remove(stream)
-            stream.account.close()
+    def _peer_lost(self, peer: SourcePeer, text: str) -> None:
+        if self._sync is not None:
+            self._sync.drop(peer)
+        self._feed(p.PeerLost(peer.sink, text))
 
     # --- the machine's actions --------------------------------------------------------------
 
@@ -498,25 +318,26 @@ class SourceRank:
             self._perform(action)
 
     def _perform(self, action: p.Action) -> None:
+        peers = self._audience.peers
         match action:
             case SetTimer() | CancelTimer():
                 self._timers.apply(action)
             case p.StartSync(version, names):
-                peers = [self._peers[name] for name in names if name in self._peers]
-                self._sync_task = self._tasks.create_task(self._run_sync(version, peers))
+                named = [peers[name] for name in names if name in peers]
+                self._sync_task = self._tasks.create_task(self._run_sync(version, named))
             case p.Refuse(version, text):
                 self._outcomes.pop(version, None)
                 self._fail_snapshot(version, VersionError(text, rank=self._name))
             case p.Withdraw(version, text, superseded):
-                for peer in self._peers.values():
+                for peer in peers.values():
                     peer.tell(m.Withdrawn(version=version, text=text, superseded=superseded))
                 self._fail_snapshot(version, VersionError(text, rank=self._name, version=version))
             case p.AskToDrop(name, version):
-                if name in self._peers:
-                    self._peers[name].tell(m.DropRequest(version=version))
+                if name in peers:
+                    peers[name].tell(m.DropRequest(version=version))
             case p.StopSending(name, version, text):
-                if name in self._peers:
-                    self._tasks.create_task(self._stop_sending(self._peers[name], version, text))
+                if name in peers:
+                    self._tasks.create_task(self._stop_sending(peers[name], version, text))
             case p.StopSnapshot(version, text):
                 sync = self._sync
                 if sync is not None and sync.version == version and self._sync_task is not None:
@@ -553,7 +374,7 @@ class SourceRank:
         for peer in peers:
             peer.tell(m.Begin(version=version))
         try:
-            await self._rebind()
+            await self._streams.rebind()
             await sync.run()
         except Exception as error:
             single: BaseException = error
@@ -566,17 +387,6 @@ class SourceRank:
             )
             self._fail_snapshot(version, failure)
             self._feed(p.SnapshotFailed(version, text))
-
-    async def _rebind(self) -> None:
-        """Looks the parameters up again: a trainer may have replaced their memory."""
-        loop = asyncio.get_running_loop()
-        if not await loop.run_in_executor(self._executor, self._binding.rebind):
-            return
-        for stream in self._streams:
-            stream.copies[:] = await loop.run_in_executor(
-                self._executor,
-                partial(prepare_copies, stream.share, self._binding, at_source=True),
-            )
 
     def _snapshot_taken(self, version: Version) -> None:
         snapshot = self._snapshots.get(version)
@@ -600,13 +410,7 @@ class SourceRank:
         """The version failed for one peer. If frames are on their way the link can't be used again:
         the session ends and the sink subscribes anew."""
         peer.tell(m.Withdrawn(version=version, text=text))
-        if peer.credits.granted_bytes and self._peers.get(peer.sink) is peer:
-            self._expected_back.add(peer.sink)
-            peer.tell(m.Goodbye(text=f"version {version} failed: {text}"))
-            await self._drop_peer(peer, text)
+        if peer.credits.granted_bytes:
+            await self._audience.send_back(peer, f"version {version} failed: {text}")
         elif self._sync is not None:
             self._sync.drop(peer)
-
-    def transports_in_use(self) -> dict[str, str]:
-        """Transport by peer."""
-        return {peer.sink: peer.transport for peer in self._peers.values()}

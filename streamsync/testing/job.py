@@ -1,4 +1,4 @@
-"""A whole job in one process: a hub, source ranks and sink ranks, each in its own thread and loop."""
+"""A whole job in one process: a hub, source ranks, sink ranks, each in its own thread and loop."""
 
 from __future__ import annotations
 
