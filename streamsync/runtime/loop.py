@@ -143,9 +143,7 @@ def _use_one_thread() -> None:
         restore.join()
 
 
-async def _reported(
-    coroutine: Coroutine[Any, Any, T], over: concurrent.futures.Future[None]
-) -> T:
+async def _reported(coroutine: Coroutine[Any, Any, T], over: concurrent.futures.Future[None]) -> T:
     try:
         return await coroutine
     finally:
