@@ -79,6 +79,7 @@ class Coordinator:
         self._ranks: dict[int, bytes] = {}
         self._listener = Listener(curve, config.host, 0, self._on_message, self._on_lost)
         self.endpoint = self._listener.endpoint
+        self.is_reachable = True
 
     async def run(self) -> None:
         """Serves until cancelled."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,8 +22,9 @@ from streamsync.errors import (
     StreamsyncError,
     TransportError,
 )
-from streamsync.plan.planner import make_plan
-from streamsync.runtime.pool import Pool, frame_bytes
+from streamsync.runtime.pool import Pool
+from streamsync.session.engine_gates import EngineGates
+from streamsync.session.enrolment import Enrolment
 from streamsync.session.links import OpenTransports
 from streamsync.session.replica import Coordinator, Orders, RemoteCoordinator
 from streamsync.session.sink_sync import SinkSync
@@ -33,7 +33,7 @@ from streamsync.session.timers import Timers
 from streamsync.types import Version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
     from concurrent.futures import Executor
 
     from streamsync.config import Config
@@ -73,7 +73,6 @@ class SinkRank:
         engine_executor: Executor,
     ) -> None:
         self.name = f"{replica}/{rank}"
-        self._engine = engine
         self._binding: Binding = engine.binding()
         self._hub = hub
         self._secret = secret
@@ -87,8 +86,7 @@ class SinkRank:
         self._config = config
         self._probe = probe
         self._executor = executor
-        # One thread, so that the engine sees arm, open, commit and quarantine in order.
-        self._engine_executor = engine_executor
+        self._gates = EngineGates(engine, engine_executor)
         self._machine = r.RankMachine()
         self._sync: SinkSync | None = None
         self._sync_task: asyncio.Task[None] | None = None
@@ -96,10 +94,8 @@ class SinkRank:
         self._scratch = torch.empty(config.copy_threads, 0, dtype=torch.uint8)
         self._stop = asyncio.Event()
         self._changed = asyncio.Event()
-        self._dirty = asyncio.Event()
         self._closing = False
         self._committed: Version | None = None
-        self._found: tuple[m.SourceInfo, ...] = ()
         self.plan: Plan | None = None
         self.error: StreamsyncError | None = None
         self.reports: tuple[SyncReport, ...] = ()
@@ -108,6 +104,7 @@ class SinkRank:
         self._member: HubMember
         self._coordinator: Coordinator | RemoteCoordinator
         self._subscriptions: Subscriptions
+        self._enrolment: Enrolment
         self._tasks: asyncio.TaskGroup
 
     async def main(self, ready: Callable[[], None]) -> None:
@@ -119,7 +116,7 @@ class SinkRank:
             transports = OpenTransports(self._config, self._executor)
             self._timers = Timers(self._config.deadlines, self._feed)
             self._member = HubMember(
-                curve, self._hub, self._join, self._dirty.set, self._config.deadlines.connect
+                curve, self._hub, self._join, self._look_again, self._config.deadlines.connect
             )
             self._subscriptions = Subscriptions(
                 curve,
@@ -156,6 +153,21 @@ class SinkRank:
                     lambda text: self._feed(r.CoordinatorLost(text)),
                 )
             )
+            self._enrolment = Enrolment(
+                self.name,
+                self._binding.layout,
+                self._rules,
+                self._apply,
+                self._config,
+                self._pool,
+                self._member,
+                self._subscriptions,
+                self._executor,
+                has_coordinator=lambda: self._coordinator.is_reachable,
+                at_rest=self._at_rest,
+                enrolled=self._enrolled,
+                failed=self._not_enrolled,
+            )
             try:
                 async with asyncio.TaskGroup() as self._tasks:
                     running = [
@@ -164,7 +176,7 @@ class SinkRank:
                     ]
                     try:
                         await self._member.wait_joined()
-                        running.append(self._tasks.create_task(self._keep_subscribed()))
+                        running.append(self._tasks.create_task(self._enrolment.run()))
                         ready()
                         await self._stop.wait()
                     finally:
@@ -246,58 +258,16 @@ class SinkRank:
                 f"step {step} was not committed within {deadline:g} s{why}", rank=self.name
             ) from None
 
-    # --- subscriptions ----------------------------------------------------------------------
+    # --- the sources' side ------------------------------------------------------------------
 
-    async def _keep_subscribed(self) -> None:
-        self._dirty.set()
-        while True:
-            await self._dirty.wait()
-            while self._machine.target is not None:  # a plan is frozen while a sync runs
-                self._changed.clear()
-                await self._changed.wait()
-            self._dirty.clear()
-            try:
-                await self._subscribe()
-            except (PlanError, ConfigError) as error:
-                _log.error("%s: %s", self.name, error)
-                self.error = error.at(rank=self.name)
-                self._changed.set()
-                await self._subscriptions.refuse(self._found, str(error))
-            except StreamsyncError as error:
-                _log.warning("%s can't subscribe yet: %s", self.name, error)
-                self.error = error
-                await asyncio.sleep(0.5)
-                self._dirty.set()
+    async def _at_rest(self) -> None:
+        while self._machine.target is not None:
+            self._changed.clear()
+            await self._changed.wait()
 
-    async def _subscribe(self) -> None:
-        if isinstance(self._coordinator, RemoteCoordinator) and not self._coordinator.is_reachable:
-            raise ControlError("this replica's coordinator is not reachable yet", rank=self.name)
-        found = await self._member.ask(m.AskSources(sink=self.name), m.Sources)
-        self._found = found.sources
-        if not found.sources:
-            _log.info("%s waits: %s", self.name, found.waiting_for)
-            self.error = ControlError(f"no sources yet: {found.waiting_for}", peer="hub")
-            return
-        if not self._subscriptions.is_planned_for(found.sources):
-            await self._subscriptions.drop_all("the plan changes")
-            plan = await asyncio.get_running_loop().run_in_executor(
-                self._executor,
-                partial(
-                    make_plan,
-                    sink=self.name,
-                    sink_layout=self._binding.layout,
-                    sources={s.name: s.layout for s in found.sources},
-                    rules=self._rules,
-                    bucket_bytes=self._config.bucket_bytes,
-                    membership_epoch=found.membership_epoch,
-                ),
-            )
-            self._subscriptions.use_plan(plan, found.sources)
-            self.plan = plan
-        assert self.plan is not None
-        await self._subscriptions.connect()
-        self._check_pool()
-        largest = max((s.max_bucket_bytes for s in self.plan.sink_shares), default=0)
+    def _enrolled(self, plan: Plan) -> None:
+        self.plan = plan
+        largest = max((s.max_bucket_bytes for s in plan.sink_shares), default=0)
         if self._scratch.shape[1] < largest:
             self._scratch = torch.empty(self._scratch.shape[0], largest, dtype=torch.uint8)
         self.error = None
@@ -311,26 +281,18 @@ class SinkRank:
         )
         self._changed.set()
 
+    def _not_enrolled(self, error: StreamsyncError) -> None:
+        self.error = error
+        if isinstance(error, PlanError | ConfigError):
+            _log.error("%s: %s", self.name, error)
+            self._changed.set()
+
+    def _look_again(self) -> None:
+        self._enrolment.again()
+
     def _tell_replica_ready(self) -> None:
         for peer in self._subscriptions.peers.values():
             peer.tell(m.ReplicaReady())
-
-    def _check_pool(self) -> None:
-        """`apply="version"` holds a whole version in host leases before anything is written."""
-        if self._apply != "version":
-            return
-        needed = sum(
-            frame_bytes(bucket.nbytes)
-            for peer in self._subscriptions.peers.values()
-            if peer.account is not None
-            for bucket in peer.share.buckets
-        )
-        if needed > self._pool.capacity_bytes:
-            raise ConfigError(
-                f'apply="version" needs the whole share in host memory: pool_bytes must be at '
-                f"least {needed}, it is {self._pool.capacity_bytes}",
-                rank=self.name,
-            )
 
     def _on_source_message(self, peer: SinkPeer, message: m.AnyMessage) -> None:
         match message:
@@ -359,7 +321,7 @@ class SinkRank:
             return
         _log.warning("%s lost source %s: %s", self.name, source, text)
         self._feed(r.SourceLost(source, text))
-        self._dirty.set()
+        self._look_again()
 
     # --- the machine's actions --------------------------------------------------------------
 
@@ -394,9 +356,7 @@ class SinkRank:
                 if self._sync_task is not None:
                     self._sync_task.cancel()
                 if disarm:
-                    self._tasks.create_task(
-                        self._call_engine(partial(self._engine.disarm, version))
-                    )
+                    self._tasks.create_task(self._call_engine(self._gates.disarm(version)))
             case r.CommitEngine(version):
                 assert self._sync is not None
                 self._load_bytes_per_second = self._sync.load_bytes_per_second()
@@ -404,7 +364,7 @@ class SinkRank:
             case r.QuarantineEngine(version, text):
                 _log.error("%s is quarantined at version %s: %s", self.name, version, text)
                 self._probe.moment("quarantined", version=version, text=text)
-                self._tasks.create_task(self._call_engine(partial(self._engine.quarantine, text)))
+                self._tasks.create_task(self._call_engine(self._gates.quarantine(text)))
             case r.AckSources(version, "committed"):
                 pass  # `_commit` says it when the engine has taken the version
             case r.AckSources(version, state, text):
@@ -417,12 +377,11 @@ class SinkRank:
             version,
             peers,
             self.plan.groups,
-            self._engine,
+            self._gates,
             self._scratch,
             self._pool,
             self._probe,
             self._executor,
-            self._engine_executor,
             apply=self._apply,
             arm=self._arm,
             load_bytes_per_second=self._load_bytes_per_second,
@@ -458,38 +417,29 @@ class SinkRank:
 
     async def _arm_gates(self, version: Version) -> None:
         assert self.plan is not None
-        filled = {share.groups[b.group] for share in self.plan.sink_shares for b in share.buckets}
-        groups = tuple(g for g in self.plan.groups if g in filled)
-        arm = partial(
-            self._engine.arm,
-            version,
-            groups,
-            whole=self._apply == "version",
-            deadline=self._config.deadlines.gate,
-        )
-        if await self._call_engine(arm):
-            self._probe.moment("armed", version=version)
-            self._feed(r.GatesArmed(version))
-
-    async def _call_engine(self, call: Callable[[], None]) -> bool:
+        deadline = self._config.deadlines.gate
         try:
-            await asyncio.get_running_loop().run_in_executor(self._engine_executor, call)
+            await self._gates.arm(version, self.plan, self._apply, deadline)
         except Exception as error:
-            if self._machine.target is not None:
-                self._feed(r.Failed(self._machine.target, self._text_of(error)))
-            else:
-                _log.exception("%s: the engine failed", self.name)
-            return False
-        return True
+            self._feed(r.Failed(version, self._text_of(error)))
+            return
+        self._probe.moment("armed", version=version)
+        self._feed(r.GatesArmed(version))
+
+    async def _call_engine(self, call: Awaitable[None]) -> None:
+        """For what must not fail: an engine that does is as good as lost, and its log says so."""
+        try:
+            await call
+        except Exception:
+            _log.exception("%s: the engine failed", self.name)
 
     def _ack(self, message: m.Ack) -> None:
         for peer in self._subscriptions.peers.values():
             peer.tell(message)
 
     async def _commit(self, version: Version, sync: SinkSync) -> None:
-        loop = asyncio.get_running_loop()
         try:
-            await loop.run_in_executor(self._engine_executor, partial(self._engine.commit, version))
+            await self._gates.commit(version)
         except Exception as error:
             text = f"the engine failed to commit: {self._text_of(error)}"
             self.error = EngineError(text, version=version)

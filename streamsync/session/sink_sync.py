@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     import torch
 
     from streamsync.control.messages import End
-    from streamsync.engines.base import Engine
     from streamsync.observability.probe import Probe
     from streamsync.runtime.channel import ReceiveHalf, SendHalf
     from streamsync.runtime.pool import Pool
+    from streamsync.session.engine_gates import EngineGates
     from streamsync.session.sink_peer import SinkPeer
     from streamsync.stages.stream import Received
     from streamsync.types import Apply, Arm, Version
@@ -47,12 +47,11 @@ class SinkSync:
         version: Version,
         peers: Sequence[SinkPeer],
         groups: Sequence[str],
-        engine: Engine,
+        gates: EngineGates,
         scratch: torch.Tensor,
         pool: Pool,
         probe: Probe,
         executor: Executor,
-        engine_executor: Executor,
         *,
         apply: Apply,
         arm: Arm,
@@ -80,11 +79,10 @@ class SinkSync:
             [peer.feed for peer in self.peers],
             groups,
             version,
-            engine,
+            gates.open,
             scratch,
             self._clocks["load"],
             executor,
-            engine_executor,
             whole=self._whole,
             arrived=self._arrived,
             landed=self._landed,

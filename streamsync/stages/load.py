@@ -19,13 +19,12 @@ from streamsync.runtime.channel import EndOfStream
 from streamsync.stages.clock import run_timed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from concurrent.futures import Executor
 
     import torch
 
     from streamsync.digest import BucketDigest
-    from streamsync.engines.base import Engine
     from streamsync.plan.plan import Share
     from streamsync.runtime.channel import ReceiveHalf
     from streamsync.runtime.pool import Lease
@@ -54,11 +53,10 @@ class Loader:
         feeds: Sequence[Feed],
         groups: Sequence[str],
         version: Version,
-        engine: Engine,
+        open_gate: Callable[[Version, str], Awaitable[None]],
         scratch: torch.Tensor,
         clock: StageClock,
         executor: Executor,
-        engine_executor: Executor,
         *,
         whole: bool,
         arrived: Callable[[int], None],
@@ -66,11 +64,10 @@ class Loader:
     ) -> None:
         self._feeds = feeds
         self._version = version
-        self._engine = engine
+        self._open_gate = open_gate
         self._scratch = scratch
         self._clock = clock
         self._executor = executor
-        self._engine_executor = engine_executor
         self._whole = whole
         self._arrived = arrived
         self._landed = landed
@@ -188,12 +185,8 @@ class Loader:
         )
 
     async def _finish_group(self, group: str) -> None:
-        def finish() -> None:
-            self._engine.post_load(group)
-            self._engine.open_gate(self._version, group)
-
         try:
-            await run_timed(self._engine_executor, finish)
+            await self._open_gate(self._version, group)
         except StreamsyncError:
             raise
         except Exception as error:
