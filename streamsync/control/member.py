@@ -64,7 +64,7 @@ class HubMember:
             try:
                 await self._attend(first)
             except StreamsyncError as error:
-                if first:
+                if not self._joined.is_set():
                     self._failure = error
                     self._joined.set()
                     return
