@@ -87,10 +87,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     `state` is `committed`, `failed` (the replica kept its old version, or is quarantined),
     `superseded` (never competed there) or `dropped` (the replica lagged). `text` is the replica's
-    own explanation, empty when committed.
+    own explanation, empty when committed. `needs_republish`: the replica lacks this version and no
+    newer one is on its way; the same parameters may be published again under a new step.
     """
 
     replica: str
     version: Version
     state: Literal["committed", "failed", "superseded", "dropped"]
     text: str = ""
+    needs_republish: bool = False

@@ -252,6 +252,11 @@ class Order(Message, frozen=True, kw_only=True):
     state: Literal["failed", "superseded", "dropped"] = "failed"
 
 
+class Ping(Message, frozen=True, kw_only=True):
+    """Listener → dialer, every few seconds and without an answer: sending is how it learns that a
+    peer on another host is gone."""
+
+
 class Goodbye(Message, frozen=True, kw_only=True):
     """Either side: this session ends on purpose."""
 
@@ -268,7 +273,8 @@ class Error(Message, frozen=True, kw_only=True):
 AnyMessage = (
     Join | Welcome | Alive | AliveReply | Leave | AskSources | Sources | AskReplica | ReplicaInfo
     | Changed | Subscribe | Subscribed | PlanRefused | Linked | ReplicaReady | Begin | Credit | End
-    | Ack | Withdrawn | DropRequest | Enlist | Enlisted | Word | Order | Goodbye | Error
+    | Ack | Withdrawn | DropRequest | Enlist | Enlisted | Word | Order | Ping | Goodbye
+    | Error
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -18,7 +18,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from streamsync.control.messages import AnyMessage, Error, Message, decode, encode
+from streamsync.control.messages import AnyMessage, Error, Message, Ping, decode, encode
 from streamsync.errors import (
     ConfigError,
     ControlError,
@@ -39,6 +39,7 @@ _log = logging.getLogger("streamsync.control")
 M = TypeVar("M", bound=Message)
 
 _LAST_WORDS_MILLISECONDS = 200
+_PING_SECONDS = 2.0
 
 _ERRORS: dict[str, type[StreamsyncError]] = {
     "config": ConfigError,
@@ -91,6 +92,7 @@ class Listener:
         self._socket.router_handover = True
         self._handle = handle
         self._lost = lost
+        self._known: set[bytes] = set()
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -103,12 +105,24 @@ class Listener:
         reported to `lost`."""
         error = _sent(self._socket.send_multipart([peer, encode(message)], flags=zmq.NOBLOCK))
         if isinstance(error, zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH:
+            self._known.discard(peer)
             self._lost(peer, "its control session is gone")
         elif error is not None:
             raise ControlError(f"control message not sent: {error}") from error
 
     async def run(self) -> None:
-        """Receives until cancelled."""
+        """Receives until cancelled, and looks after silent peers."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._receive())
+            tasks.create_task(self._ping())
+
+    async def _ping(self) -> None:
+        while True:
+            await asyncio.sleep(_PING_SECONDS)
+            for peer in tuple(self._known):
+                self.send(peer, Ping())
+
+    async def _receive(self) -> None:
         while True:
             frames = await self._socket.recv_multipart()
             if len(frames) != 2:
@@ -116,6 +130,7 @@ class Listener:
                 continue
             peer, data = frames
             message: AnyMessage | None = None
+            self._known.add(peer)
             try:
                 message = decode(data)
                 self._handle(peer, message)
@@ -228,6 +243,8 @@ class Dialer:
                     raise ControlError(f"control message of {len(frames)} frames", peer=self.peer)
                 message = decode(frames[0])
                 answer = self._answers.pop(message.request, None) if message.request else None
+                if isinstance(message, Ping):
+                    continue
                 if answer is None:
                     self._handle(message)
                 elif not answer.done():

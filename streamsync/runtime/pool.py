@@ -18,7 +18,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from streamsync.errors import ConfigError
+from streamsync.errors import ConfigError, TransportError
 from streamsync.runtime.region import Region
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class Pool:
         self, name: str, minimum_bytes: int, demand_bytes: int | None = None
     ) -> Account:
         """Reserves room for one payload of `minimum_bytes`; raises `ConfigError` with the number
-        needed when the pool can't.
+        needed when the pool never can, `TransportError` while leases are in the way.
 
         `demand_bytes` is what the account could use at most, in frame bytes; None means all it can
         get. An account may hold an equal part of the pool, and beyond that what the others could
@@ -170,6 +170,12 @@ class Pool:
         offset = self._carve(size)
         if offset is None:
             needed = size + sum(frame_bytes(a.minimum_bytes) for a in self._accounts)
+            if needed <= self.capacity_bytes:
+                raise TransportError(
+                    f"no room for a bucket of {minimum_bytes} bytes while {self.num_outstanding} "
+                    "leases are out: try again after the sync that runs",
+                    peer=name,
+                )
             raise ConfigError(
                 f"pool_bytes={self.capacity_bytes} is too small: {len(self._accounts) + 1} peers "
                 f"with buckets of {minimum_bytes} bytes need at least {needed}; raise pool_bytes "

@@ -102,6 +102,8 @@ class Coordinator:
                         f"this is the coordinator of {self._replica} with {self._num_ranks} ranks, "
                         f"not of {message.replica} with {message.num_ranks}"
                     )
+                if not 0 < message.rank < self._num_ranks:
+                    raise ControlError(f"rank {message.rank} is not one that enlists here")
                 if message.rank in self._ranks:
                     self._feed(c.RankLost(message.rank, "it enlisted again"))
                 self._ranks[message.rank] = control_id

@@ -264,6 +264,8 @@ class SinkRank:
         while self._machine.target is not None:
             self._changed.clear()
             await self._changed.wait()
+        if self._sync_task is not None:  # it may still hold leases, or write
+            await asyncio.wait({self._sync_task})
 
     def _enrolled(self, plan: Plan) -> None:
         self.plan = plan
@@ -391,10 +393,12 @@ class SinkRank:
         for peer in peers:
             peer.has_granted = False
         self._sync = sync
-        self._sync_task = self._tasks.create_task(self._run_sync(sync))
+        self._sync_task = self._tasks.create_task(self._run_sync(sync, self._sync_task))
 
-    async def _run_sync(self, sync: SinkSync) -> None:
+    async def _run_sync(self, sync: SinkSync, previous: asyncio.Task[None] | None) -> None:
         try:
+            if previous is not None:  # one that was given up may still write its last bucket
+                await asyncio.wait({previous})
             await sync.run()
         except BaseException as error:
             if isinstance(error, Exception):

@@ -230,6 +230,8 @@ class SourceRank:
         epoch = self._member.epoch
         if step is None:
             step = newest.step + 1 if newest is not None and newest.epoch == epoch else 0
+        if not 0 <= step < 1 << 63:
+            raise VersionError(f"step {step} is not a number from 0 below 2**63", rank=self._name)
         version = Version(epoch, step)
         if version in self._outcomes:
             raise VersionError(f"version {version} was published before", rank=self._name)

@@ -252,7 +252,8 @@ class Subscriptions:
             if not link.in_place or frames > answer.lease_bytes:
                 # The source's pool could not hold back all of a version for a sink that arms late.
                 account = self._pool.open_account(info.name, sink_share.max_bucket_bytes, frames)
-        except BaseException:
+        except BaseException as error:
+            dialer.send(m.Goodbye(text=f"it could not take its share: {error}"))
             await link.abort()
             raise
         if missed is not None:

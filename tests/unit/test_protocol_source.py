@@ -263,3 +263,25 @@ def test_the_total_deadline_ends_a_snapshot_that_never_comes() -> None:
     assert actions.index(stopped) < actions.index(StartSync(V2, (A0, A1, B0)))
     assert finished(actions) == {V1: {"a": "committed", "b": "failed"}}
     assert machine.feed(SnapshotTaken(V1)) == []
+
+
+def test_what_a_replica_lacks_needs_republishing_unless_a_newer_version_waits() -> None:
+    machine = running()
+    actions = feed(
+        machine,
+        SnapshotTaken(V1),
+        Acknowledged(A0, V1, "failed", "no"),
+        *committed(A1, B0),
+    )
+    (finish,) = [a for a in actions if isinstance(a, Finish)]
+    assert {o.replica: o.needs_republish for o in finish.outcomes} == {"a": True, "b": False}
+    machine = running()
+    actions = feed(
+        machine,
+        Publish(V2),
+        SnapshotTaken(V1),
+        Acknowledged(A0, V1, "failed", "no"),
+        *committed(A1, B0),
+    )
+    (finish,) = [a for a in actions if isinstance(a, Finish)]
+    assert not any(o.needs_republish for o in finish.outcomes)

@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from streamsync.control import messages as m
+from streamsync.control import sockets
 from streamsync.control.curve import Curve
 from streamsync.control.hub import Hub
 from streamsync.control.sockets import Dialer, Listener, error_message, resolve_endpoint
@@ -394,3 +395,17 @@ async def test_a_peer_may_not_be_another_context() -> None:
         finally:
             plain.close()
             context.destroy(linger=0)
+
+
+async def test_a_dialer_that_is_gone_is_noticed_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer on another host has no pidfd here, and nobody may have anything to say to it."""
+    monkeypatch.setattr(sockets, "_PING_SECONDS", 0.05)
+    async with far_end() as far:
+        async with near_end(far.listener.endpoint) as near:
+            await near.dialer.connect(SECONDS)
+            near.dialer.send(BEGIN)
+            peer, _ = await get(far.heard)
+            await asyncio.sleep(0.2)
+            assert near.heard.empty(), "a ping is no message"
+            assert far.lost.empty()
+        assert await get(far.lost) == (peer, "its control session is gone")

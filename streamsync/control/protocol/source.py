@@ -288,12 +288,12 @@ class SourceMachine:
         return [
             CancelTimer("lag", version),
             CancelTimer("total", version),
-            Finish(version, _outcomes(running)),
+            Finish(version, _outcomes(running, is_newest=not self.waiting)),
             *self._start_next(),
         ]
 
 
-def _outcomes(running: _Running) -> tuple[Outcome, ...]:
+def _outcomes(running: _Running, *, is_newest: bool) -> tuple[Outcome, ...]:
     """One outcome per replica: a rank's failure outweighs another's commit."""
     rank = {"committed": 0, "superseded": 1, "dropped": 2, "failed": 3}
     by_replica: dict[str, tuple[AckState, str]] = {}
@@ -302,6 +302,12 @@ def _outcomes(running: _Running) -> tuple[Outcome, ...]:
         if replica not in by_replica or rank[state] > rank[by_replica[replica][0]]:
             by_replica[replica] = (state, text)
     return tuple(
-        Outcome(replica=replica, version=running.version, state=state, text=text)
+        Outcome(
+            replica=replica,
+            version=running.version,
+            state=state,
+            text=text,
+            needs_republish=is_newest and state != "committed",
+        )
         for replica, (state, text) in sorted(by_replica.items())
     )
