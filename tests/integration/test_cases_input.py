@@ -30,7 +30,7 @@ from streamsync.testing.job import LocalJob
 from tests.sync_rig import StillEngine, bits, differing, fill, until
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from importlib.machinery import ModuleSpec
 
 QUICK = Config(transport="tcp", deadlines=Deadlines(connect=2, progress=4, total=12, gate=8, lag=3))
@@ -251,6 +251,15 @@ async def test_a_cancelled_publish_gives_its_version_up() -> None:
         await asyncio.to_thread(job.__exit__, None, None, None)
 
 
+@pytest.fixture
+def _interrupts() -> Iterator[None]:
+    """A test run that a script started in the background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interrupts")
 def test_an_interrupted_publish_gives_its_version_up() -> None:
     """Ctrl-C in `publish` that waits behind a running sync: as if cancelled."""
     source, sink = tensors(), tensors()
