@@ -33,7 +33,7 @@ class Sync(msgspec.Struct, frozen=True, kw_only=True):
 
     seconds: float
     stall_seconds: float
-    overlap: float
+    publish_blocked_seconds: float
     mismatched_tensors: int
 
 
@@ -54,7 +54,7 @@ def describe(bench: BenchResult, demo: DemoResult, machine: str) -> str:
         raise ConfigError("the demo's result is not ok; run it again and look at its output")
     stall = max(sync.stall_seconds for sync in demo.syncs)
     seconds = max(sync.seconds for sync in demo.syncs)
-    overlap = min(sync.overlap for sync in demo.syncs)
+    blocked = max(sync.publish_blocked_seconds for sync in demo.syncs)
     return (
         f"- {bench.gb_per_s:.2f} GB/s over {bench.transport}, digests on: "
         f"{bench.ratio_to_roof:.0%} of the barest program that does the same job "
@@ -62,7 +62,8 @@ def describe(bench: BenchResult, demo: DemoResult, machine: str) -> str:
         f"- {stall:.2f} s is the longest that generation stood still for a new version of "
         f"{demo.model} ({demo.needed_bytes / 1e6:.0f} MB from {demo.source_ranks} trainer ranks "
         f"over {demo.transport}, received in {seconds:.2f} s at most; `streamsync demo`).\n"
-        f"- {overlap:.0%} of each of those syncs, at least, two or more stages worked at once.\n"
+        f"- {blocked:.2f} s is the longest that `publish` kept a trainer rank from its next step "
+        f"there.\n"
         f"\nMeasured on {machine}.\n"
     )
 
