@@ -37,9 +37,14 @@ def job_keys(secret: str) -> JobKeys:
 
 
 class Curve:
-    """One ZeroMQ context whose sockets speak CURVE with the job's keys. Loop thread only."""
+    """One ZeroMQ context whose sockets speak CURVE with the job's keys. Loop thread only.
 
-    def __init__(self, secret: str) -> None:
+    A peer that answers no heartbeat for `silent_seconds` is disconnected. ZeroMQ's own thread
+    answers them, so a process that holds the GIL for long is not silent; a stopped one is.
+    """
+
+    def __init__(self, secret: str, silent_seconds: float = 60.0) -> None:
+        self._silent_seconds = silent_seconds
         self._keys = job_keys(secret)
         self.context = zmq.asyncio.Context()
         self._authenticator = AsyncioAuthenticator(self.context)
@@ -71,8 +76,9 @@ class Curve:
         socket.linger = 0
         socket.sndhwm = socket.rcvhwm = 0
         socket.ipv6 = "[" in endpoint  # else an IPv4 listener would show an address mapped to IPv6
-        socket.heartbeat_ivl = 2000
-        socket.heartbeat_timeout = 60_000
+        milliseconds = int(self._silent_seconds * 1000)
+        socket.heartbeat_ivl = max(1, min(2000, milliseconds // 3))
+        socket.heartbeat_timeout = milliseconds
         socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 1000
         return socket
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from streamsync.control.messages import Alive, AliveReply, Changed, Join, Leave, Message, Welcome
 from streamsync.control.sockets import Dialer
 from streamsync.errors import ControlError, StreamsyncError
+from streamsync.runtime.loop import check_cancelled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,6 +69,7 @@ class HubMember:
                     self._failure = error
                     self._joined.set()
                     return
+                check_cancelled()
                 _log.warning("the hub is away, running syncs go on: %s", error)
             first = False
             await asyncio.sleep(0.5)

@@ -143,6 +143,17 @@ def _use_one_thread() -> None:
         restore.join()
 
 
+def check_cancelled() -> None:
+    """Raises `CancelledError` if the running task was cancelled, for loops that catch errors.
+
+    A TaskGroup that is failing when the cancel comes swallows it (CPython before 3.13), and a loop
+    that tries again after errors would never end.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
 async def _reported(coroutine: Coroutine[Any, Any, T], over: concurrent.futures.Future[None]) -> T:
     try:
         return await coroutine

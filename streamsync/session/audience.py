@@ -133,7 +133,7 @@ class Audience:
             async with asyncio.timeout(_QUEUED_WORDS_SECONDS):
                 await peer.ended.wait()
         except TimeoutError:
-            await self.drop(peer, text)
+            await self.send_back(peer, text)  # not known to be dead: it or we were only silent
         finally:
             self._closed_ids.discard(peer.control_id)
 
@@ -155,8 +155,8 @@ class Audience:
         self._changed.set()
 
     async def send_back(self, peer: SourcePeer, text: str) -> None:
-        """Ends the session because frames of a failed version are on its link: `peer` will
-        subscribe again, and `all_back` waits for it."""
+        """Ends the session of a peer that lives as far as we know (frames of a failed version are
+        on its link, or it was silent): it will subscribe again, and `all_back` waits for it."""
         if self.peers.get(peer.sink) is peer:
             self._expected_back.add(peer.sink)
             peer.tell(m.Goodbye(text=text))
@@ -186,6 +186,9 @@ class Audience:
             self._send(control_id, error_message(error, 0))
         except StreamsyncError as error:
             _log.warning("refused %s: %s", message.sink, error)
+            if isinstance(error, ConfigError | PlanError):  # it will not try again
+                self._expected_back.discard(message.sink)
+                self._changed.set()
             self._send(control_id, error_message(error, message.request))
 
     def _check(self, message: m.Subscribe) -> None:
@@ -210,6 +213,7 @@ class Audience:
     async def _subscribe(self, control_id: bytes, message: m.Subscribe) -> None:
         old = self.peers.get(message.sink)
         if old is not None:
+            self._expected_back.add(old.sink)
             await self.drop(old, "it subscribed again")
         transport = await self._transports.get(message.transport)
         stream = await self._streams.find(message.share)

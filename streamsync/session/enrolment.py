@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from streamsync.control import messages as m
 from streamsync.errors import ConfigError, ControlError, PlanError, StreamsyncError
 from streamsync.plan.planner import make_plan
+from streamsync.runtime.loop import check_cancelled
 from streamsync.runtime.pool import frame_bytes
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class Enrolment:
     async def run(self) -> None:
         """Keeps the rank enrolled until cancelled."""
         while True:
+            check_cancelled()
             await self._dirty.wait()
             await self._at_rest()
             self._dirty.clear()

@@ -12,6 +12,7 @@ from streamsync.control.protocol import rank as r
 from streamsync.control.protocol.timer import CancelTimer, SetTimer
 from streamsync.control.sockets import Dialer, Listener
 from streamsync.errors import ControlError, StreamsyncError
+from streamsync.runtime.loop import check_cancelled
 from streamsync.session.timers import Timers
 
 if TYPE_CHECKING:
@@ -170,6 +171,7 @@ class RemoteCoordinator:
             try:
                 await self._attend()
             except StreamsyncError as error:
+                check_cancelled()
                 _log.debug("no coordinator of %s yet: %s", self._replica, error)
             await asyncio.sleep(0.3)
 

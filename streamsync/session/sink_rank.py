@@ -109,7 +109,7 @@ class SinkRank:
 
     async def main(self, ready: Callable[[], None]) -> None:
         """Lives until `stop`; raises what makes the rank unusable."""
-        curve = Curve(self._secret)
+        curve = Curve(self._secret, self._config.deadlines.progress)
         try:
             curve.start()
             self._pool = Pool(self._config.pool_bytes, self.name.replace("/", "-"))

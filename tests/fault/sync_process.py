@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["tests.fault.sync_process", "streamsync.transports.shm"])
 
-SHORT = Deadlines(connect=5, progress=1.5, total=10, gate=5, lag=3)
+SHORT = Deadlines(connect=5, progress=1.5, total=60, gate=5, lag=3)
 NUM_LAYERS = 24
 
 
