@@ -106,7 +106,8 @@ def test_a_tensor_of_two_and_a_half_gib_with_defaults() -> None:
         job.add_replica([StillEngine(sink)])
         job.wait_for_replicas()
         job.publishers[0].wait(job.publish(0), timeout=500)
-        assert torch.equal(*source.values(), *sink.values())
+        words = [t.view(torch.int16) for t in (*source.values(), *sink.values())]  # NaNs compare
+        assert torch.equal(*words)
 
 
 def strange_views(base: torch.Tensor) -> dict[str, torch.Tensor]:
