@@ -33,6 +33,13 @@ class StreamsyncError(Exception):
         return self
 
 
+def root_error(error: BaseException) -> BaseException:
+    """The first error that is not an exception group, of a group of groups; else `error`."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 class ConfigError(StreamsyncError):
     """A setting, option or environment is wrong; nothing was started."""
 

@@ -43,9 +43,14 @@ def _bind(source: nn.Module | Mapping[str, torch.Tensor] | Binding) -> Binding:
 def _check_required(outcomes: tuple[Outcome, ...], require: Require) -> list[Outcome]:
     """Raises `VersionError` unless enough replicas committed."""
     committed = sum(outcome.state == "committed" for outcome in outcomes)
-    needed = len(outcomes) if require == "all" else 1 if require == "any" else require
+    needed = max(1, len(outcomes)) if require == "all" else 1 if require == "any" else require
     if committed >= needed:
         return list(outcomes)
+    if not outcomes:
+        raise VersionError(
+            "no replica was subscribed when this version was published: call wait_for_replicas() "
+            "first, or wait with require=0"
+        )
     bad = "; ".join(f"{o.replica} {o.state}: {o.text}" for o in outcomes if o.state != "committed")
     raise VersionError(
         f"{committed} of {len(outcomes)} replicas committed, {needed} required ({bad}); publish "
@@ -75,21 +80,25 @@ class _SourceFace:
             raise ConfigError(f"rank {rank} is not below num_ranks {num_ranks}")
         self.name = f"{group}/{rank}"
         self._thread = LoopThread(self.name, self.config.copy_threads)
+        self._rank: SourceRank
+        self._source = source
+        self._settings = {"hub": hub, "secret": secret, "group": group}
+        self._place_in_group = (rank, num_ranks)
+
+    def _start(self) -> None:
+        # Not in `__init__`: it reads the disk, which an async caller's loop must not wait for.
+        rank, num_ranks = self._place_in_group
         self._rank = SourceRank(
-            _bind(source),
-            hub=hub,
-            secret=secret,
+            _bind(self._source),
             name=self.name,
-            group=group,
             rank=rank,
             num_ranks=num_ranks,
             place=here(has_ucx=ucx_library.is_installed(), has_rdma=ucx_library.has_rdma()),
             config=self.config,
             probe=self.probe,
             executor=self._thread.executor,
+            **self._settings,
         )
-
-    def _start(self) -> None:
         self._thread.start(self._rank.main)
 
     def _close(self) -> None:
@@ -168,9 +177,9 @@ class Publisher(_SourceFace):
     ) -> list[Outcome]:
         """Returns how `version` ended at each replica, once that is decided everywhere.
 
-        Raises `VersionError` when fewer replicas than `require` (`all`, `any` or a number)
-        committed it, `TransportError` after `timeout` seconds (default: the total deadline and a
-        little).
+        Raises `VersionError` when fewer replicas than `require` committed it: `all` that took part
+        (and at least one), `any` one, or a number; `TransportError` after `timeout` seconds
+        (default: the total deadline and a little).
         """
         seconds = timeout if timeout is not None else self.config.deadlines.total + 10
         return _check_required(self._thread.call(self._rank.wait(version, seconds)), require)

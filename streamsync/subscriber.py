@@ -72,7 +72,6 @@ class Subscriber:
             config=self.config,
             probe=self.probe,
             executor=self._thread.executor,
-            engine_executor=self._thread.ordered,
         )
 
     def __enter__(self) -> Self:

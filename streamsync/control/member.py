@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from streamsync.control.messages import Alive, AliveReply, Changed, Join, Leave, Message, Welcome
 from streamsync.control.sockets import Dialer
-from streamsync.errors import ControlError, StreamsyncError
+from streamsync.errors import (
+    ControlError,
+    StreamsyncError,
+    root_error,
+)
 from streamsync.runtime.loop import check_cancelled
 
 if TYPE_CHECKING:
@@ -91,7 +95,7 @@ class HubMember:
                 finally:
                     running.cancel()
         except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
+            raise root_error(group) from None
         finally:
             self._dialer = None
             dialer.close()

@@ -109,10 +109,10 @@ class View(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
     def is_contiguous(self, shape: tuple[int, ...]) -> bool:
         """Whether a box of `shape` lies here as one run of memory in row-major order."""
+        if 0 in shape:
+            return True
         expected = 1
         for n, stride in zip(reversed(shape), reversed(self.strides), strict=True):
-            if n == 0:
-                return True
             if n != 1 and stride != expected:
                 return False
             expected *= n

@@ -1,4 +1,4 @@
-"""A uvloop in a thread of its own, and the executors for its blocking calls."""
+"""A uvloop in a thread of its own, and the executor for its blocking calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import uvloop
 
-from streamsync.errors import StreamsyncError
+from streamsync.errors import StreamsyncError, root_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -37,10 +37,6 @@ class LoopThread:
             thread_name_prefix=f"streamsync-{name}-copy",
             initializer=_use_one_thread,
         )
-        self.ordered = concurrent.futures.ThreadPoolExecutor(
-            1, thread_name_prefix=f"streamsync-{name}-ordered"
-        )
-        """One thread: what is given to it runs in that order."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -55,7 +51,7 @@ class LoopThread:
                     self._loop = runner.get_loop()
                     runner.run(main(self._set_ready))
             except BaseException as error:
-                error = _single(error)
+                error = root_error(error)
                 if not self._ready.done():
                     self._ready.set_exception(error)
                 self._ended.set_exception(error)
@@ -65,7 +61,6 @@ class LoopThread:
                 self._ended.set_result(None)
             finally:
                 self.executor.shutdown(wait=True)
-                self.ordered.shutdown(wait=True)
 
         self._thread = threading.Thread(target=run, name=f"streamsync-{self.name}", daemon=True)
         self._thread.start()
@@ -159,10 +154,3 @@ async def _reported(coroutine: Coroutine[Any, Any, T], over: concurrent.futures.
         return await coroutine
     finally:
         over.set_result(None)
-
-
-def _single(error: BaseException) -> BaseException:
-    """The one error inside nested exception groups; a group of several stays a group."""
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    return error

@@ -11,7 +11,11 @@ from streamsync.control.protocol import coordinator as c
 from streamsync.control.protocol import rank as r
 from streamsync.control.protocol.timer import CancelTimer, SetTimer
 from streamsync.control.sockets import Dialer, Listener
-from streamsync.errors import ControlError, StreamsyncError
+from streamsync.errors import (
+    ControlError,
+    StreamsyncError,
+    root_error,
+)
 from streamsync.runtime.loop import check_cancelled
 from streamsync.session.timers import Timers
 
@@ -198,7 +202,7 @@ class RemoteCoordinator:
                 finally:
                     running.cancel()
         except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
+            raise root_error(group) from None
         finally:
             self._dialer = None
             dialer.close()

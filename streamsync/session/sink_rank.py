@@ -21,6 +21,7 @@ from streamsync.errors import (
     PlanError,
     StreamsyncError,
     TransportError,
+    root_error,
 )
 from streamsync.runtime.pool import Pool
 from streamsync.session.engine_gates import EngineGates
@@ -70,7 +71,6 @@ class SinkRank:
         config: Config,
         probe: Probe,
         executor: Executor,
-        engine_executor: Executor,
     ) -> None:
         self.name = f"{replica}/{rank}"
         self._binding: Binding = engine.binding()
@@ -86,7 +86,8 @@ class SinkRank:
         self._config = config
         self._probe = probe
         self._executor = executor
-        self._gates = EngineGates(engine, engine_executor)
+        deadlines = config.deadlines
+        self._gates = EngineGates(engine, self.name, deadlines.gate, deadlines.progress)
         self._machine = r.RankMachine()
         self._sync: SinkSync | None = None
         self._sync_task: asyncio.Task[None] | None = None
@@ -189,6 +190,7 @@ class SinkRank:
                 self._pool.close()
         finally:
             curve.close()
+            self._gates.close()
 
     async def _close(self, running: list[asyncio.Task[None]]) -> None:
         if self._machine.target is not None:
@@ -413,17 +415,15 @@ class SinkRank:
             self._feed(r.AllLanded(sync.version))
 
     def _text_of(self, error: BaseException) -> str:
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
+        error = root_error(error)
         if isinstance(error, StreamsyncError):
             return f"{type(error).__name__}: {error.at(rank=self.name)}"
         return f"{type(error).__name__}: {error} [rank={self.name}]"
 
     async def _arm_gates(self, version: Version) -> None:
         assert self.plan is not None
-        deadline = self._config.deadlines.gate
         try:
-            await self._gates.arm(version, self.plan, self._apply, deadline)
+            await self._gates.arm(version, self.plan, self._apply)
         except Exception as error:
             self._feed(r.Failed(version, self._text_of(error)))
             return

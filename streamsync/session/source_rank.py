@@ -15,7 +15,13 @@ from streamsync.control.member import HubMember
 from streamsync.control.protocol import source as p
 from streamsync.control.protocol.timer import CancelTimer, SetTimer
 from streamsync.control.sockets import Listener
-from streamsync.errors import ControlError, StreamsyncError, TransportError, VersionError
+from streamsync.errors import (
+    ControlError,
+    StreamsyncError,
+    TransportError,
+    VersionError,
+    root_error,
+)
 from streamsync.observability.probe import Event, Probe
 from streamsync.runtime.pool import Pool
 from streamsync.session.audience import Audience
@@ -379,9 +385,7 @@ class SourceRank:
             await self._streams.rebind()
             await sync.run()
         except Exception as error:
-            single: BaseException = error
-            while isinstance(single, BaseExceptionGroup):
-                single = single.exceptions[0]
+            single = root_error(error)
             text = f"{type(single).__name__}: {single}"
             _log.error("version %s failed at %s: %s", version, self._name, text)
             failure = (single if isinstance(single, StreamsyncError) else StreamsyncError(text)).at(

@@ -13,7 +13,11 @@ from streamsync.control import messages as m
 from streamsync.control.place import watch_process
 from streamsync.control.sockets import Dialer
 from streamsync.digest import compile_bucket
-from streamsync.errors import StreamsyncError, TransportError
+from streamsync.errors import (
+    StreamsyncError,
+    TransportError,
+    root_error,
+)
 from streamsync.plan.plan import Share, share_digest
 from streamsync.runtime.pool import frame_bytes
 from streamsync.session.sink_peer import SinkPeer
@@ -181,12 +185,9 @@ class Subscriptions:
                     if peer is not None:
                         await self._forget(info.name, peer)
         except Exception as error:
-            single: BaseException = error
-            while isinstance(single, BaseExceptionGroup):
-                single = single.exceptions[0]
             if opened.done():
                 raise
-            opened.set_exception(single)
+            opened.set_exception(root_error(error))
             opened.exception()
         else:
             self._lost(info.name, text)

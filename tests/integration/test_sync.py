@@ -290,3 +290,12 @@ def test_every_group_lands_before_commit() -> None:
             assert landed == set(subscriber.plan.groups)
             order = [name for name, _ in names if name in ("go", "armed", "installed", "committed")]
             assert order == ["armed", "go", "committed"]
+
+
+def test_a_version_that_nobody_took_is_no_success() -> None:
+    with LocalJob(Config(transport="memory")) as job:
+        job.add_sources([Net()])
+        version = job.publish(0)
+        with pytest.raises(VersionError, match="no replica was subscribed"):
+            job.wait(version)
+        assert job.publishers[0].wait(version, require=0) == []
