@@ -15,6 +15,7 @@ from streamsync.control.protocol import coordinator as c
 from streamsync.control.protocol import rank as r
 from streamsync.control.protocol import source as p
 from streamsync.control.protocol.rank import RankState
+from streamsync.control.protocol.rank_machine import RankMachine
 from streamsync.control.protocol.timer import CancelTimer, SetTimer, TimerExpired
 from streamsync.types import Version
 
@@ -70,7 +71,7 @@ class Pipeline:
 @dataclass(slots=True, eq=False)
 class Sink:
     key: Key
-    machine: r.RankMachine
+    machine: RankMachine
     engine: Engine = field(default_factory=Engine)
     pipeline: Pipeline | None = None
     wire: Wire | None = None
@@ -106,7 +107,7 @@ class Job:
         policy: Any = "supersede",
         links_break: bool = True,
         in_order: bool = True,
-        rank: Callable[[], r.RankMachine] = r.RankMachine,
+        rank: Callable[[], RankMachine] = RankMachine,
         coordinator: Callable[[int], c.CoordinatorMachine] = c.CoordinatorMachine,
         source: Callable[[Any], p.SourceMachine] = p.SourceMachine,
     ) -> None:

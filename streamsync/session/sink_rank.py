@@ -13,6 +13,7 @@ from streamsync.control import messages as m
 from streamsync.control.curve import Curve
 from streamsync.control.member import HubMember
 from streamsync.control.protocol import rank as r
+from streamsync.control.protocol.rank_machine import RankMachine
 from streamsync.control.protocol.timer import CancelTimer, SetTimer
 from streamsync.errors import (
     ConfigError,
@@ -88,7 +89,7 @@ class SinkRank:
         self._executor = executor
         deadlines = config.deadlines
         self._gates = EngineGates(engine, self.name, deadlines.gate, deadlines.progress)
-        self._machine = r.RankMachine()
+        self._machine = RankMachine()
         self._sync: SinkSync | None = None
         self._sync_task: asyncio.Task[None] | None = None
         self._load_bytes_per_second = 0.0

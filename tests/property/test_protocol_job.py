@@ -15,6 +15,7 @@ from streamsync.control.protocol import coordinator as c
 from streamsync.control.protocol import rank as r
 from streamsync.control.protocol import source as p
 from streamsync.control.protocol.rank import RankState
+from streamsync.control.protocol.rank_machine import RankMachine
 from streamsync.types import Version
 from tests.protocol_job import Job
 
@@ -213,40 +214,40 @@ class NeverAborts(c.CoordinatorMachine):
         ]
 
 
-class DisarmsAlone(r.RankMachine):
+class DisarmsAlone(RankMachine):
     """Goes back to the old version from ARMED when its own pipeline fails."""
 
     def feed(self, event: r.Event) -> list[r.Action]:
         if self.state is RankState.ARMED and isinstance(event, r.Failed | r.TimerExpired):
             self.state = RankState.ARMING
-        return r.RankMachine.feed(self, event)
+        return RankMachine.feed(self, event)
 
 
-class WritesWhenArmed(r.RankMachine):
+class WritesWhenArmed(RankMachine):
     """Does not wait for GO."""
 
     def feed(self, event: r.Event) -> list[r.Action]:
-        actions = r.RankMachine.feed(self, event)
+        actions = RankMachine.feed(self, event)
         if isinstance(event, r.GatesArmed) and self.state is RankState.ARMED:
             self.state = RankState.INSTALLING
             actions.append(r.StartLoading(event.version))
         return actions
 
 
-class ResumesTorn(r.RankMachine):
+class ResumesTorn(RankMachine):
     """Treats a failure after GO like one before."""
 
     def feed(self, event: r.Event) -> list[r.Action]:
         if self.state is RankState.INSTALLING and isinstance(event, r.Failed | r.Quarantine):
             self.state = RankState.ARMING
-        return r.RankMachine.feed(self, event)
+        return RankMachine.feed(self, event)
 
 
-class NeverAcknowledges(r.RankMachine):
+class NeverAcknowledges(RankMachine):
     """Tells no source how a version ended."""
 
     def feed(self, event: r.Event) -> list[r.Action]:
-        return [a for a in r.RankMachine.feed(self, event) if not isinstance(a, r.AckSources)]
+        return [a for a in RankMachine.feed(self, event) if not isinstance(a, r.AckSources)]
 
 
 class ForgetsDeadlines(p.SourceMachine):

@@ -26,7 +26,6 @@ from streamsync.control.protocol.rank import (
     Prepare,
     Quarantine,
     QuarantineEngine,
-    RankMachine,
     RankState,
     Ready,
     SourceLost,
@@ -36,6 +35,7 @@ from streamsync.control.protocol.rank import (
     TellCoordinator,
     Withdrawn,
 )
+from streamsync.control.protocol.rank_machine import RankMachine
 from streamsync.control.protocol.timer import CancelTimer, SetTimer, TimerExpired
 from streamsync.types import Version
 
