@@ -6,7 +6,7 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING
 
-from streamsync.digest import compile_bucket
+from streamsync.digest.compiled import compile_bucket
 from streamsync.errors import PlanError, StreamsyncError, TransportError
 from streamsync.plan.check import check_share
 from streamsync.runtime.pool import frame_bytes

@@ -12,7 +12,7 @@ import msgspec
 from streamsync.control import messages as m
 from streamsync.control.place import watch_process
 from streamsync.control.sockets import Dialer
-from streamsync.digest import compile_bucket
+from streamsync.digest.compiled import compile_bucket
 from streamsync.errors import (
     StreamsyncError,
     TransportError,

@@ -18,7 +18,7 @@ from streamsync.layout.binding import Binding, torch_dtype
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from streamsync.digest import BucketDigest, Bytes, PieceDigest
+    from streamsync.digest.compiled import BucketDigest, Bytes, PieceDigest
     from streamsync.plan.plan import Bucket, Share
 
 _MASK = (1 << 64) - 1

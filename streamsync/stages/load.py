@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from streamsync.digest import BucketDigest
+    from streamsync.digest.compiled import BucketDigest
     from streamsync.plan.plan import Share
     from streamsync.runtime.channel import ReceiveHalf
     from streamsync.runtime.pool import Lease

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Executor
 
-    from streamsync.digest import BucketDigest
+    from streamsync.digest.compiled import BucketDigest
     from streamsync.runtime.channel import ReceiveHalf, SendHalf
     from streamsync.runtime.pool import Lease
     from streamsync.stages.clock import StageClock

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from streamsync.digest import BucketDigest
+    from streamsync.digest.compiled import BucketDigest
     from streamsync.plan.plan import Bucket, Share
     from streamsync.runtime.pool import Account, Lease
     from streamsync.stages.copies import BucketCopies

@@ -9,12 +9,8 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from streamsync.digest import (
-    PieceDigest,
-    box_digest,
-    compile_bucket,
-    tensor_digest,
-)
+from streamsync.digest.compiled import PieceDigest, compile_bucket
+from streamsync.digest.definition import box_digest, tensor_digest
 from streamsync.layout.region import Box, View
 from streamsync.plan.plan import Bucket, Piece, Share, SharedTensor
 

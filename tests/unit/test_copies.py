@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from streamsync.digest import BucketDigest, compile_bucket
+from streamsync.digest.compiled import BucketDigest, compile_bucket
 from streamsync.layout.state_dict import bind_tensors
 from streamsync.plan.plan import CastRule, Rules
 from streamsync.plan.planner import make_plan

@@ -5,14 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from streamsync.digest import (
-    PieceDigest,
-    box_digest,
-    compile_bucket,
-    mix,
-    tensor_digest,
-    tensor_key,
-)
+from streamsync.digest.compiled import PieceDigest, compile_bucket
+from streamsync.digest.definition import box_digest, mix, tensor_digest, tensor_key
 from streamsync.layout.region import Box, Entry, Layout, TensorSpec, View, contiguous_strides
 from streamsync.plan.plan import Bucket, Piece, Rules, Share, SharedTensor
 from streamsync.plan.planner import make_plan

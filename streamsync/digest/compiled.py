@@ -1,93 +1,34 @@
-"""The composable digest: one 64-bit number per tensor, whatever the cut. numpy only.
+"""The digests of `definition` for the data path, prepared once per plan.
 
-Definition. Take a tensor in its wire dtype with global shape [..., C]; a scalar is [1]. A row is a
-row-major index over all dims but the last. The C * itemsize little-endian bytes of a row are padded
-with zeros to 8-byte little-endian words; q is a word's position in its row. Modulo 2**64,
-
-    digest = key(name) * sum over rows and q of A(row, q // 4096) * B[q % 4096] * word[row, q]
-
-    key(name)     = blake2b(name as UTF-8, 8 bytes), little-endian, | 1
-    A(row, chunk) = mix(row, chunk) | 1
-    B[j]          = mix(j, 2**63) | 1
-    mix(a, b)     = the finaliser of splitmix64 (Steele, Lea, Flood 2014) applied to
-                    a * 0x9E3779B97F4A7C15 + b * 0xC2B2AE3D27D4EB4F + 0x165667B19E3779F9
-
-A box of the tensor counts with the bytes outside of it as zeros, so that digests of disjoint boxes
-add up to the tensor's. All factors are odd: any change within one word changes the digest. An
-accident in several words goes unseen with a probability of about 2**-64, or 2**-(64 - k) when it
-touches no bit below bit k of any word. It guards against accidents, not against forgery.
-
-`tensor_digest` and `box_digest` spell the definition out, slowly. `compile_bucket` prepares the
-same numbers for the data path: each run reads the bytes once, releases the GIL while it does, and
-allocates nothing that grows with them. Compiled digests may run in several threads at once.
+Each run reads the bytes once, releases the GIL while it does, and allocates nothing that grows with
+them. Compiled digests may run in several threads at once.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import threading
 from dataclasses import dataclass
-from itertools import product
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
-from streamsync.layout.region import Box
+from streamsync.digest.definition import CHUNK, MASK, tensor_key, with_rows
 from streamsync.plan.schedule import SMALL_BYTES, alignment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from streamsync.layout.region import Box
     from streamsync.plan.plan import Bucket, Piece, Share, SharedTensor
 
 Words: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 Bytes: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
-_MASK: Final = (1 << 64) - 1
-_CHUNK: Final = 4096  # words
-_SCRATCH_WORDS: Final = 8 * _CHUNK  # 256 KiB: stays in the second level cache
+_SCRATCH_WORDS: Final = 8 * CHUNK  # 256 KiB: stays in the second level cache
 _MAX_SUMS: Final = 8192
 _MIN_RUN: Final = 4  # fewer small pieces in a row than this are cheaper one by one
 _STACKED_BYTES: Final = 128 << 10  # beyond, a piece's bytes cost more than its turn
-
-
-def mix(a: int, b: int) -> int:
-    """The definition's `mix`, for one pair of numbers below 2**64."""
-    z = (a * 0x9E3779B97F4A7C15 + b * 0xC2B2AE3D27D4EB4F + 0x165667B19E3779F9) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
-
-
-def tensor_key(name: str) -> int:
-    """The definition's `key`: an odd 64-bit number."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1
-
-
-def tensor_digest(name: str, shape: tuple[int, ...], itemsize: int, data: bytes) -> int:
-    """Digest of a whole tensor, `data` being its bytes in row-major order. The reference."""
-    return box_digest(name, shape, itemsize, Box.whole(shape), data)
-
-
-def box_digest(name: str, shape: tuple[int, ...], itemsize: int, box: Box, data: bytes) -> int:
-    """What `box` adds to its tensor's digest, `data` being the box's bytes in row-major order.
-    The reference: the definition, byte by byte."""
-    shape, box = _with_rows(shape, box)
-    assert len(data) == box.numel * itemsize
-    total = at = 0
-    for index in product(
-        *(range(a, b) for a, b in zip(box.start[:-1], box.stop[:-1], strict=True))
-    ):
-        row = 0
-        for i, size in zip(index, shape[:-1], strict=True):
-            row = row * size + i
-        for position in range(box.start[-1] * itemsize, box.stop[-1] * itemsize):
-            q = position // 8
-            weight = (mix(row, q // _CHUNK) | 1) * (mix(q % _CHUNK, 1 << 63) | 1)
-            total += weight * (data[at] << 8 * (position % 8))
-            at += 1
-    return tensor_key(name) * total & _MASK
 
 
 class PieceDigest:
@@ -99,7 +40,7 @@ class PieceDigest:
     __slots__ = ("_aligned", "_key", "_num_rows", "_row_bytes", "_strips", "nbytes")
 
     def __init__(self, tensor: SharedTensor, box: Box) -> None:
-        shape, box = _with_rows(tensor.shape, box)
+        shape, box = with_rows(tensor.shape, box)
         itemsize = tensor.wire.itemsize
         begin = box.start[-1] * itemsize
         rows = _row_numbers(shape, box)
@@ -114,7 +55,7 @@ class PieceDigest:
         self._strips: list[_Strip] = []
         at = first
         while self.nbytes and at < stop:
-            end = min(stop, (at // _CHUNK) * _CHUNK + step) if step < stop - at else stop
+            end = min(stop, (at // CHUNK) * CHUNK + step) if step < stop - at else stop
             low, high = max(8 * at, begin), min(8 * end, begin + self._row_bytes)
             self._strips.append(
                 _Strip(low - begin, high - begin, low - 8 * at, end - at, _segments(rows, at, end))
@@ -141,7 +82,7 @@ class PieceDigest:
                     block = words[r : r + step]
                 for segment in strip.segments:
                     total += segment.run(block, r)
-        return self._key * total & _MASK
+        return self._key * total & MASK
 
 
 class BucketDigest:
@@ -190,12 +131,12 @@ class BucketDigest:
         for i, piece in self.large:
             at = self.offsets[i]
             total += piece.run(payload[at : at + piece.nbytes])
-        return total & _MASK
+        return total & MASK
 
     def run_small(self, payload: Bytes) -> int:
         """What the pieces in `small` add to the digest; reads nothing else of `payload`. Add the
         runs of `large`, modulo 2**64."""
-        return sum(run.run(payload) for run in self._runs) & _MASK
+        return sum(run.run(payload) for run in self._runs) & MASK
 
 
 def compile_bucket(share: Share, bucket: Bucket) -> BucketDigest:
@@ -273,7 +214,7 @@ class _Run:
         for piece in pieces:
             tensor = share.tensors[piece.tensor]
             itemsize = tensor.wire.itemsize
-            shape, box = _with_rows(tensor.shape, piece.box)
+            shape, box = with_rows(tensor.shape, piece.box)
             rows.append(_row_numbers(shape, box))
             keys.append(tensor_key(tensor.name))
             begins.append(box.start[-1] * itemsize)
@@ -286,9 +227,9 @@ class _Run:
         position = np.arange(len(row_of)) - (np.cumsum(lengths) - lengths)[row_of]
         position = np.array(begins)[piece_of[row_of]] + position * unit
         q = position // 8
-        weights = _multipliers(np.concatenate(rows)[row_of], (q // _CHUNK).astype(np.uint64))
+        weights = _multipliers(np.concatenate(rows)[row_of], (q // CHUNK).astype(np.uint64))
         weights *= np.array(keys, np.uint64)[piece_of[row_of]]
-        weights *= _B[q % _CHUNK]
+        weights *= _B[q % CHUNK]
         weights <<= (8 * (position % 8)).astype(np.uint64)
         return cls(pieces[0].offset, end, unit, weights)
 
@@ -323,7 +264,7 @@ class _Stack:
         end = pieces[0].offset
         for piece in pieces:
             tensor = share.tensors[piece.tensor]
-            shape, box = _with_rows(tensor.shape, piece.box)
+            shape, box = with_rows(tensor.shape, piece.box)
             row_bytes = box.shape[-1] * tensor.wire.itemsize
             first = box.start[-1] * tensor.wire.itemsize // 8
             (segment,) = _segments(_row_numbers(shape, box), first, first + row_bytes // 8)
@@ -359,11 +300,6 @@ class _Scratch(threading.local):
 _scratch: Final = _Scratch()
 
 
-def _with_rows(shape: tuple[int, ...], box: Box) -> tuple[tuple[int, ...], Box]:
-    """A scalar as the [1] it counts as; anything else as it is."""
-    return (shape, box) if shape else ((1,), Box((0,), (1,)))
-
-
 def _row_numbers(shape: tuple[int, ...], box: Box) -> Words:
     """Row-major numbers of the rows that `box` touches, in its own order: [rows]."""
     numbers = np.zeros(1, np.uint64)
@@ -387,7 +323,7 @@ def _multipliers(a: Words, b: Words) -> Words:
 
 
 _B: Final[Words] = _multipliers(
-    np.arange(_CHUNK, dtype=np.uint64), np.full(_CHUNK, 1 << 63, np.uint64)
+    np.arange(CHUNK, dtype=np.uint64), np.full(CHUNK, 1 << 63, np.uint64)
 )
 
 
@@ -396,9 +332,9 @@ def _segments(rows: Words, begin: int, end: int) -> list[_Segment]:
     segments: list[_Segment] = []
     at = begin
     while at < end:
-        chunk, first = divmod(at, _CHUNK)
-        num_chunks = max(1, (end - at) // _CHUNK) if first == 0 else 1
-        stop = min(end, at + num_chunks * _CHUNK - first)
+        chunk, first = divmod(at, CHUNK)
+        num_chunks = max(1, (end - at) // CHUNK) if first == 0 else 1
+        stop = min(end, at + num_chunks * CHUNK - first)
         width = (stop - at) // num_chunks
         chunks = np.arange(chunk, chunk + num_chunks, dtype=np.uint64)
         multipliers = _multipliers(np.repeat(rows, num_chunks), np.tile(chunks, len(rows))).reshape(
@@ -423,10 +359,10 @@ def _rows_alike(share: Share, piece: Piece) -> tuple[int, int] | None:
     """First word and number of words of every row of `piece`, if it may be stacked on others that
     have the same: it starts at a word, is whole words of one chunk, and is not large."""
     tensor = share.tensors[piece.tensor]
-    _, box = _with_rows(tensor.shape, piece.box)
+    _, box = with_rows(tensor.shape, piece.box)
     itemsize = tensor.wire.itemsize
     nbytes = box.numel * itemsize
     if not nbytes or nbytes > _STACKED_BYTES or piece.offset % 8 or alignment(box, itemsize) != 8:
         return None
     first, num = box.start[-1] * itemsize // 8, box.shape[-1] * itemsize // 8
-    return (first, num) if first // _CHUNK == (first + num - 1) // _CHUNK else None
+    return (first, num) if first // CHUNK == (first + num - 1) // CHUNK else None

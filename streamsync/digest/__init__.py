@@ -1,0 +1,1 @@
+"""The composable digest: what it is, and how the data path computes it."""
