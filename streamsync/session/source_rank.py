@@ -77,6 +77,7 @@ class SourceRank:
         self._executor = executor
         self._machine = p.SourceMachine(policy=config.publish_queue)
         self._sync: SourceSync | None = None
+        self._announced: Version | None = None
         self._sync_task: asyncio.Task[None] | None = None
         self._snapshots: dict[Version, asyncio.Future[None]] = {}
         self._outcomes: OrderedDict[Version, asyncio.Future[tuple[Outcome, ...]]] = OrderedDict()
@@ -191,7 +192,6 @@ class SourceRank:
     async def publish(self, step: int | None) -> Version:
         """See `Publisher.publish`."""
         started_at = time.monotonic()
-        await self._audience.all_back()
         version = await self._next_version(step)
         loop = asyncio.get_running_loop()
         snapshot: asyncio.Future[None] = loop.create_future()
@@ -312,7 +312,9 @@ class SourceRank:
     def _peer_joined(self, peer: SourcePeer) -> Version | None:
         self._feed(p.PeerJoined(peer.sink, peer.replica))
         running = self._machine.running
-        return running.version if running is not None else None
+        if running is None or running.version != self._announced:
+            return None
+        return running.version
 
     def _peer_lost(self, peer: SourcePeer, text: str) -> None:
         if self._sync is not None:
@@ -330,9 +332,8 @@ class SourceRank:
         match action:
             case SetTimer() | CancelTimer():
                 self._timers.apply(action)
-            case p.StartSync(version, names):
-                named = [peers[name] for name in names if name in peers]
-                self._sync_task = self._tasks.create_task(self._run_sync(version, named))
+            case p.StartSync(version):
+                self._sync_task = self._tasks.create_task(self._run_sync(version))
             case p.Refuse(version, text):
                 self._outcomes.pop(version, None)
                 self._fail_snapshot(version, VersionError(text, rank=self._name))
@@ -364,7 +365,15 @@ class SourceRank:
             snapshot.set_exception(error)
             snapshot.exception()  # a cancelled `publish` does not look at it any more
 
-    async def _run_sync(self, version: Version, peers: list[SourcePeer]) -> None:
+    async def _run_sync(self, version: Version) -> None:
+        await self._audience.all_back()
+        running = self._machine.running
+        if running is None or running.version != version:
+            return  # given up meanwhile
+        self._announced = version
+        for name in self._audience.peers:
+            self._feed(p.Include(version, name))
+        peers = list(self._audience.peers.values())
         for peer in peers:
             peer.credits = type(peer.credits)()
         sync = self._sync = SourceSync(

@@ -344,3 +344,25 @@ def test_what_else_a_wire_can_do(kind: str, strike: Callable[..., FaultPlan]) ->
         assert failed_outcome(job, 1)
         assert plan.happened
         heal(job, source, sink)
+
+
+def test_what_waits_behind_a_failed_version_heals_too() -> None:
+    """The next version is queued already when the sink fails one: it waits for that sink."""
+    source, sink = {"norm.weight": torch.zeros(8)}, {"norm.weight": torch.zeros(8)}
+    engine = StillEngine(sink)
+    with LocalJob(Config(transport="tcp")) as job:
+        job.add_sources([source])
+        job.add_replica([engine])
+        job.wait_for_replicas()
+        job.sync(0)
+        engine.slow_seconds = 0.3
+        engine.fail = ["post_load"]
+        fill(source, 1)
+        first = job.publish(1)
+        fill(source, 2)
+        second = job.publish(2)  # waits in the queue until the first has failed
+        with pytest.raises(VersionError, match="choked"):
+            job.wait(first)
+        (outcome,) = job.wait(second)
+        assert outcome.state == "committed"
+        assert differing(source, sink) == []

@@ -12,6 +12,7 @@ from streamsync.control.protocol.source import (
     Action,
     AskToDrop,
     Finish,
+    Include,
     PeerJoined,
     PeerLost,
     Publish,
@@ -285,3 +286,15 @@ def test_what_a_replica_lacks_needs_republishing_unless_a_newer_version_waits() 
     )
     (finish,) = [a for a in actions if isinstance(a, Finish)]
     assert not any(o.needs_republish for o in finish.outcomes)
+
+
+def test_a_peer_that_is_back_before_the_announcement_takes_part() -> None:
+    """V2 waited behind V1, which failed at `a/0` and cost it its session."""
+    machine = running()
+    feed(machine, Publish(V2), SnapshotTaken(V1), *committed(A1, B0))
+    actions = feed(machine, Acknowledged(A0, V1, "failed", "no"))
+    assert StartSync(V2, (A0, A1, B0)) in actions
+    feed(machine, PeerLost(A0, "its link was given up"))
+    feed(machine, PeerJoined(A0, "a"), Include(V2, A0), Include(V2, "never/0"), Include(V1, B0))
+    actions = feed(machine, SnapshotTaken(V2), *committed(A0, A1, B0, version=V2))
+    assert finished(actions) == {V2: {"a": "committed", "b": "committed"}}

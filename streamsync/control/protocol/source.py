@@ -35,6 +35,15 @@ class PeerJoined:
 
 
 @dataclass(frozen=True, slots=True)
+class Include:
+    """`version` runs and is not announced yet: a peer that subscribed (again) meanwhile takes part
+    in it, whatever became of its session before."""
+
+    version: Version
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
 class PeerLost:
     """A peer's session ended or its link failed: it takes part in no further version."""
 
@@ -79,6 +88,7 @@ class SnapshotFailed:
 Event = (
     Publish
     | PeerJoined
+    | Include
     | PeerLost
     | Acknowledged
     | SendFailed
@@ -180,6 +190,13 @@ class SourceMachine:
                 return self._publish(version)
             case PeerJoined(peer, replica):
                 self.peers[peer] = replica
+                return []
+            case Include(version, peer):
+                running = self.running
+                if running is not None and running.version == version and peer in self.peers:
+                    running.replicas[peer] = self.peers[peer]
+                    running.acks.pop(peer, None)
+                    running.pending.add(peer)
                 return []
             case PeerLost(peer, text):
                 self.peers.pop(peer, None)
