@@ -19,9 +19,9 @@ from streamsync.session.source_rank import SourceRank
 from streamsync.transports import ucx_library
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping
+    from collections.abc import Mapping
     from types import TracebackType
-    from typing import Any, Self, TypeVar
+    from typing import Self, TypeVar
 
     import torch
 
@@ -202,8 +202,8 @@ class Publisher(_SourceFace):
 class AsyncPublisher(_SourceFace):
     """`Publisher` for trainers that live in an event loop: same arguments, awaitable methods.
 
-    The caller's loop may be any; cancelling `publish` before its snapshot is taken gives the
-    version up for all sinks.
+    The caller's loop may be any. Cancelling `publish` before its snapshot is taken gives the
+    version up for all sinks; once the cancel has passed on, nothing reads the parameters any more.
     """
 
     async def __aenter__(self) -> Self:
@@ -218,9 +218,6 @@ class AsyncPublisher(_SourceFace):
     ) -> None:
         await self.close()
 
-    async def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(self._thread.submit(coroutine))
-
     async def start(self) -> None:
         """See `Publisher.start`."""
         await asyncio.to_thread(self._start)
@@ -231,18 +228,20 @@ class AsyncPublisher(_SourceFace):
 
     async def wait_for_replicas(self, num_replicas: int = 1, timeout: float = 120.0) -> None:
         """See `Publisher.wait_for_replicas`."""
-        await self._call(self._rank.wait_for_replicas(num_replicas, timeout))
+        await self._thread.await_call(self._rank.wait_for_replicas(num_replicas, timeout))
 
     async def publish(self, step: int | None = None) -> Version:
         """See `Publisher.publish`."""
-        return await self._call(self._rank.publish(step))
+        return await self._thread.await_call(self._rank.publish(step))
 
     async def wait(
         self, version: Version, require: Require = "all", timeout: float | None = None
     ) -> list[Outcome]:
         """See `Publisher.wait`."""
         seconds = timeout if timeout is not None else self.config.deadlines.total + 10
-        return _check_required(await self._call(self._rank.wait(version, seconds)), require)
+        return _check_required(
+            await self._thread.await_call(self._rank.wait(version, seconds)), require
+        )
 
     async def sync(self, step: int | None = None, require: Require = "all") -> Version:
         """See `Publisher.sync`."""

@@ -101,6 +101,21 @@ class LoopThread:
             raise StreamsyncError(f"{self.name} ended: {self._why_ended()}")
         return future.result()
 
+    async def await_call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """`call` for a caller in an event loop of its own: cancelling it cancels the coroutine and
+        passes on once that is over."""
+        over: concurrent.futures.Future[None] = concurrent.futures.Future()
+        try:
+            future = self.submit(_reported(coroutine, over))
+        except StreamsyncError:
+            coroutine.close()
+            raise
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            await asyncio.wait({asyncio.wrap_future(over)}, timeout=_INTERRUPT_SECONDS)
+            raise
+
     def post(self, function: Callable[[], None]) -> None:
         """Calls `function` on the loop soon; dropped when the loop has ended."""
         if self._loop is not None and not self._ended.done():
