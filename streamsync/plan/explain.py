@@ -53,6 +53,9 @@ def explain(plan: Plan) -> str:
     if plan.aliases:
         lines.append("tied at the sink, sent once:")
         lines += _list([f"{alias} is {name}" for alias, name in sorted(plan.aliases.items())])
+    if plan.shadowed:
+        lines.append("tied at the sink, but held apart at a source, whose values go unused:")
+        lines += _list([f"{alias} (fed by {n})" for alias, n in sorted(plan.shadowed.items())])
     if plan.left:
         lines.append(f"left as they are: {len(plan.left)} tensors")
         lines += _list([f"{name}: {reason}" for name, reason in sorted(plan.left.items())])

@@ -50,12 +50,14 @@ class Match:
 @dataclass(slots=True, frozen=True)
 class Matching:
     """Every sink tensor's fate: fed (`matches`), left as it is (`left`: name to reason), or another
-    name of a fed one (`aliases`). `unused` are source names that a rule lets go."""
+    name of a fed one (`aliases`). `unused` are source names that a rule lets go; `shadowed` are
+    aliases that the source holds apart from the tensor which feeds them (alias to that one)."""
 
     matches: list[Match]
     left: dict[str, str]
     aliases: dict[str, str]
     unused: tuple[str, ...]
+    shadowed: dict[str, str]
 
 
 def match(
@@ -79,6 +81,7 @@ def match(
 
     matches: list[Match] = []
     left: dict[str, str] = {}
+    shadowed: dict[str, str] = {}
     used: set[str] = set(specs) | set(rules.ties)
     for index, spec in enumerate(sink.tensors):
         if spec.name in aliases:
@@ -88,6 +91,9 @@ def match(
         waiver = next((w for w in rules.waivers if fnmatchcase(spec.name, w.pattern)), None)
         if source is not None:
             used.add(source.name)
+            for alias in names_of[spec.name]:
+                if held.get(alias, source) is not source:
+                    shadowed[alias] = source.source_name
             if waiver is not None and _is_unused(source, rules):
                 left[spec.name] = waiver.reason
             elif _agrees(spec, source, rules, findings) and mine:
@@ -108,7 +114,7 @@ def match(
             "missing",
             f'add Rename(source="{source_prefix}", sink="{sink_prefix}") (pairs {count} of them)',
         )
-    return Matching(matches, left, aliases, unused)
+    return Matching(matches, left, aliases, unused, shadowed)
 
 
 def describe(name: str, shape: tuple[int, ...], dtype: str) -> str:

@@ -133,7 +133,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     `source_shares` go to their sources; `sink_shares` stay here, in the same order. `groups` lists
     every group in forward order. `left` names tensors left as they are, with the waiver's reason;
-    `aliases` names sink tensors that share the memory of another one (sent once).
+    `aliases` names sink tensors that share the memory of another one (sent once); `shadowed` those
+    of them that a source holds apart from what feeds that memory: its values for them go unused.
     """
 
     sink: str
@@ -144,6 +145,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tensors: tuple[SharedTensor, ...]
     left: dict[str, str] = {}
     aliases: dict[str, str] = {}
+    shadowed: dict[str, str] = {}
     unused: tuple[str, ...] = ()
     layout_digests: dict[str, str] = {}
     membership_epoch: int = 0

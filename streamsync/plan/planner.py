@@ -99,6 +99,7 @@ def make_plan(
         left=matching.left,
         aliases=matching.aliases,
         unused=matching.unused,
+        shadowed=matching.shadowed,
         layout_digests={
             rank: layout_digest(layout)
             for rank, layout in [(sink, sink_layout), *sorted(sources.items())]

@@ -108,6 +108,13 @@ class Enrolment:
         if self.plan is None or not self._subscriptions.is_planned_for(found.sources):
             await self._subscriptions.drop_all("the plan changes")
             self.plan = await self._make_plan(found)
+            for alias, name in self.plan.shadowed.items():
+                _log.warning(
+                    "%s ties %s, which the sources hold apart: it takes the values of %s",
+                    self._sink,
+                    alias,
+                    name,
+                )
             self._subscriptions.use_plan(self.plan, found.sources)
         await self._subscriptions.connect()
         self._check_pool()

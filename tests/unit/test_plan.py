@@ -10,6 +10,7 @@ import pytest
 
 from streamsync.errors import PlanError
 from streamsync.layout.region import Box, Entry, Layout, TensorSpec, View, contiguous_strides
+from streamsync.plan.explain import explain
 from streamsync.plan.plan import CastRule, Plan, Rename, Rules, Waiver
 from streamsync.plan.planner import make_plan
 
@@ -183,11 +184,15 @@ def test_tied_at_the_sink_is_sent_once() -> None:
         assert done.needed_bytes == 48
         assert [t.name for t in done.tensors] == [EMBED]
         assert done.aliases == {HEAD: EMBED}
+        assert done.shadowed == {}
 
 
 def test_untied_at_the_source_and_tied_at_the_sink() -> None:
-    """Case 12: the sink's own name decides; the other source tensor counts as used."""
+    """Case 12: the sink's own name decides; the other source tensor's values go unused, and the
+    plan says so."""
     done = plan(layout(SMALL, OTHER, ties={HEAD: EMBED}), layout(SMALL, OTHER))
+    assert done.shadowed == {HEAD: EMBED}
+    assert f"{HEAD} (fed by {EMBED})" in explain(done)
     (share,) = done.source_shares
     assert [p.view.storage for b in share.buckets for p in b.pieces] == [0]
 
