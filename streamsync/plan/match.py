@@ -92,7 +92,7 @@ def match(
         if source is not None:
             used.add(source.name)
             for alias in names_of[spec.name]:
-                if held.get(alias, source) is not source:
+                if alias in held and held[alias].holdings != source.holdings:
                     shadowed[alias] = source.source_name
             if waiver is not None and _is_unused(source, rules):
                 left[spec.name] = waiver.reason
