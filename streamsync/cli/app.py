@@ -139,11 +139,12 @@ def hub(
 ) -> None:
     """Runs the hub, where the ranks of one job find each other, until it is interrupted."""
     secret = read_secret(secret_file)
+    stop = {signal.SIGINT, signal.SIGTERM}
+    # Blocked before any other thread starts (numpy's and torch's do when they are imported), so that
+    # only `sigwait` below ever takes them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, stop)
     from streamsync.control.hub import Hub
 
-    stop = {signal.SIGINT, signal.SIGTERM}
-    # Blocked before the hub's threads start, so that only `sigwait` below ever takes them.
-    signal.pthread_sigmask(signal.SIG_BLOCK, stop)
     with Hub(host=host, port=port, secret=secret) as running:
         print(f"hub at {running.address}", flush=True)
         signal.sigwait(stop)
