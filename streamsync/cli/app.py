@@ -140,8 +140,8 @@ def hub(
     """Runs the hub, where the ranks of one job find each other, until it is interrupted."""
     secret = read_secret(secret_file)
     stop = {signal.SIGINT, signal.SIGTERM}
-    # Blocked before any other thread starts (numpy's and torch's do when they are imported), so that
-    # only `sigwait` below ever takes them.
+    # Blocked before any other thread starts (numpy's and torch's do when they are imported), so
+    # that only `sigwait` below ever takes them.
     signal.pthread_sigmask(signal.SIG_BLOCK, stop)
     from streamsync.control.hub import Hub
 
