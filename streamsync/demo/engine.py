@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,6 @@ from streamsync.demo.link import Link, run_child
 from streamsync.demo.messages import Answered, Begin, Installed, Planned, Ready, Setup, Stop
 from streamsync.demo.models import demo_model, version_steps
 from streamsync.engines.torch_module import TorchEngine
-from streamsync.errors import TransferTimeout
 from streamsync.observability.probe import Event, Probe
 from streamsync.plan.plan import CastRule, Rules
 from streamsync.subscriber import Subscriber
@@ -27,20 +25,19 @@ from streamsync.subscriber import Subscriber
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from streamsync.types import SyncReport, Version
+    from streamsync.types import Version
 
 _SETUP_SECONDS = 60.0
 _BEGIN_SECONDS = 300.0
 _VERSION_SECONDS = 900.0
 _JOIN_SECONDS = 5.0
-_REPORT_SECONDS = 10.0
 
 
 class Watcher:
     """A thread that waits for each version and saves the parameters as they were committed.
 
     They are read straight from the live model: the trainer publishes no other version before the
-    parent has compared this one. What goes wrong ends up in `error`, and `is_over` is true.
+    parent has compared this one. What goes wrong ends up in `error`.
     """
 
     def __init__(
@@ -73,23 +70,14 @@ class Watcher:
             self.error = error
 
     def _report(self, index: int, version: Version) -> None:
-        plan, report = self._subscriber.plan, self._account(version)
+        plan = self._subscriber.plan
+        report = next(r for r in self._subscriber.reports if r.version == version)
         assert plan is not None
         if index == 0:
             self._link.send(Planned(groups=plan.groups, needed_bytes=plan.needed_bytes))
         path = self._folder / f"parameters-{index}.safetensors"
         write_parameters(self._module, path)
         self._link.send(Installed(index=index, report=report, path=str(path)))
-
-    def _account(self, version: Version) -> SyncReport:
-        """The subscriber's report of `version`, which may come a moment after the version."""
-        deadline = time.monotonic() + _REPORT_SECONDS
-        while time.monotonic() < deadline:
-            for report in self._subscriber.reports:
-                if report.version == version:
-                    return report
-            time.sleep(_REPORT_SECONDS / 1000)
-        raise TransferTimeout(f"no report within {_REPORT_SECONDS:g} s", version=version)
 
 
 def work(link: Link) -> None:

@@ -30,11 +30,6 @@ class OpenTransports:
             self._open[name] = transport
         return transport
 
-    @property
-    def num_withheld(self) -> int:
-        """Leases that could not be taken back from a transport."""
-        return sum(t.num_withheld for t in self._open.values())
-
     async def close(self) -> None:
         """Closes all."""
         for transport in self._open.values():

@@ -24,7 +24,6 @@ class SinkPeer:
     """
 
     source: str
-    incarnation: str
     share: Share
     feed: Feed
     dialer: Dialer

@@ -450,10 +450,10 @@ class SinkRank:
             self.error = EngineError(text, version=version)
             self._feed(r.CommitFailed(version, text))
             return
-        self._committed = version
-        self._probe.moment("committed", version=version)
         report = sync.report(time.monotonic())
         self.reports = (*self.reports[1 - _KEPT_REPORTS :], report)
+        self._committed = version  # after its report: who sees the version finds that
+        self._probe.moment("committed", version=version)
         self._ack(m.Ack(version=version, state="committed"))
         self._changed.set()
         _log.info(

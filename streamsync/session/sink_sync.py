@@ -98,7 +98,6 @@ class SinkSync:
         self._started_at = time.monotonic()
         self._go_at = 0.0
         self._first_landed_at = 0.0
-        self._ended_at = 0.0
 
     async def run(self) -> None:
         """Receives, waits for `go`, loads."""
@@ -115,7 +114,6 @@ class SinkSync:
             self._receivers, self.peers, self._wire_before, strict=True
         ):
             await self._check_end(receiver, peer, peer.link.wire_bytes - before)
-        self._ended_at = time.monotonic()
 
     async def _receive_all(self, out: SendHalf[Received]) -> None:
         with out:

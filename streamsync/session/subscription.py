@@ -259,9 +259,7 @@ class Subscriptions:
             raise
         if missed is not None:
             self._missed.append((info.name, missed))
-        return SinkPeer(
-            info.name, info.incarnation, sink_share, feed, dialer, link, choice.name, account
-        )
+        return SinkPeer(info.name, sink_share, feed, dialer, link, choice.name, account)
 
     def _prepare(self, share: Share) -> Feed:
         return Feed(
