@@ -6,22 +6,22 @@ import hashlib
 
 import msgspec
 
-from streamsync.layout.region import Box, TensorSpec, View
+from streamsync.layout.region import Box, TensorSpec
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One box moved from one source view to one sink view, as one of the two sides sees it.
+    """One box on its way from one source to one sink.
 
     `tensor` indexes `Share.tensors`; `offset` is where the piece starts in its bucket, in bytes;
-    in the bucket it lies row-major in the wire dtype. `view` is this side's memory.
+    in the bucket it lies row-major in the wire dtype. Where it lies at either end is that end's own
+    business: see `resolve`.
     """
 
     tensor: int
     box: Box
     offset: int
-    view: View
 
 
 class Bucket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -37,10 +37,11 @@ class Bucket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class SharedTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A tensor of a share: the sink's canonical name (the digest's key), global shape, the dtype at
-    the source, and the wire dtype, which is the sink's."""
+    """A tensor of a share: the sink's canonical name (the digest's key) and the name that the
+    source holds it by, global shape, the dtype at the source, and the wire dtype."""
 
     name: str
+    source_name: str
     shape: tuple[int, ...]
     source_dtype: str
     wire_dtype: str
@@ -52,11 +53,10 @@ class SharedTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one source rank sends to one sink rank in every sync, seen from one of the two.
+    """What one source rank sends to one sink rank in every sync; both hold the same one.
 
-    Both sides hold a share with the same buckets and boxes; only the views differ. `digest`
-    (64 bits of tensors, groups and buckets, without views and ranks) travels in every bucket's
-    header; replicas of equal layout have it in common, and so share their buckets.
+    `digest` (64 bits of tensors, groups and buckets, without ranks) travels in every bucket's
+    header; replicas that take the same from a source have it in common, and so share their buckets.
     """
 
     source: str
@@ -80,12 +80,8 @@ class Share(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 def share_digest(share: Share) -> int:
     """64 bits of what both ends must agree on, and of what replicas of equal layout have in common:
-    tensors, groups and buckets, but neither views nor ranks."""
-    buckets = [
-        (b.index, b.group, b.nbytes, [(p.tensor, p.box, p.offset) for p in b.pieces])
-        for b in share.buckets
-    ]
-    content = (share.tensors, share.groups, buckets)
+    tensors, groups and buckets, but no ranks."""
+    content = (share.tensors, share.groups, share.buckets)
     return int.from_bytes(hashlib.blake2b(_encode(content), digest_size=8).digest(), "little")
 
 
@@ -131,15 +127,14 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The proof and the work list of one sink rank.
 
-    `source_shares` go to their sources; `sink_shares` stay here, in the same order. `groups` lists
-    every group in forward order. `left` names tensors left as they are, with the waiver's reason;
+    `shares` holds one share per source that sends anything, ordered by the sources' names. `groups`
+    lists every group in forward order. `left` names tensors left as they are, with the waiver's reason;
     `aliases` names sink tensors that share the memory of another one (sent once); `shadowed` those
     of them that a source holds apart from what feeds that memory: its values for them go unused.
     """
 
     sink: str
-    source_shares: tuple[Share, ...]
-    sink_shares: tuple[Share, ...]
+    shares: tuple[Share, ...]
     groups: tuple[str, ...]
     needed_bytes: int
     tensors: tuple[SharedTensor, ...]
