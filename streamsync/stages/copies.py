@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from streamsync.digest.compiled import BucketDigest, Bytes, PieceDigest
+    from streamsync.layout.region import View
     from streamsync.plan.plan import Bucket, Share
+    from streamsync.plan.resolve import Views
 
 _MASK = (1 << 64) - 1
 
@@ -76,16 +78,25 @@ def _runs(pieces: Iterable[_Live]) -> list[_Run]:
 
 
 class BucketCopies:
-    """One bucket of one side. Holds views, not memory: the binding keeps the storages alive."""
+    """One bucket of one side; `views` has one view per piece. Holds views, not memory: the binding
+    keeps the storages alive."""
 
-    def __init__(self, share: Share, bucket: Bucket, binding: Binding, *, at_source: bool) -> None:
+    def __init__(
+        self,
+        share: Share,
+        bucket: Bucket,
+        views: Sequence[View],
+        binding: Binding,
+        *,
+        at_source: bool,
+    ) -> None:
         self._pieces: list[_Live] = []
-        for piece in bucket.pieces:
+        for piece, view in zip(bucket.pieces, views, strict=True):
             tensor = share.tensors[piece.tensor]
             wire = torch_dtype(tensor.wire_dtype)
             local = torch_dtype(tensor.source_dtype) if at_source else wire
-            live = binding.view(piece.view, piece.box.shape, local)
-            flat = piece.view.is_contiguous(piece.box.shape)
+            live = binding.view(view, piece.box.shape, local)
+            flat = view.is_contiguous(piece.box.shape)
             self._pieces.append(_Live(piece.offset, wire, live.view(-1) if flat else live, flat))
         self._runs = _runs(self._pieces)
         self._read: _LoadedReads | None = None
@@ -158,6 +169,11 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def prepare_copies(share: Share, binding: Binding, *, at_source: bool) -> list[BucketCopies]:
-    """The copies of every bucket of `share`, in order."""
-    return [BucketCopies(share, bucket, binding, at_source=at_source) for bucket in share.buckets]
+def prepare_copies(
+    share: Share, views: Views, binding: Binding, *, at_source: bool
+) -> list[BucketCopies]:
+    """The copies of every bucket of `share`, in order; `views` are this end's (see `resolve`)."""
+    return [
+        BucketCopies(share, bucket, lie, binding, at_source=at_source)
+        for bucket, lie in zip(share.buckets, views, strict=True)
+    ]

@@ -6,13 +6,15 @@ import pytest
 import torch
 
 from streamsync.digest.compiled import BucketDigest, compile_bucket
+from streamsync.layout.region import Box
 from streamsync.layout.state_dict import bind_tensors
-from streamsync.plan.plan import CastRule, Rules
-from streamsync.plan.planner import make_plan
+from streamsync.plan.plan import Bucket, Piece, Share, SharedTensor
 from streamsync.stages.copies import BucketCopies, prepare_copies
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from streamsync.layout.region import Layout, View
 
 SHAPES = {
     "m.large": (64, 128),
@@ -40,26 +42,51 @@ def model(request: pytest.FixtureRequest) -> dict[str, torch.Tensor]:
     return {n: torch.randn(s, generator=generator).to(dtype) for n, s in SHAPES.items()}
 
 
+def share_of(source: Layout, sink: Layout, bucket_bytes: int) -> Share:
+    """Everything, in order, in buckets of at most `bucket_bytes`."""
+    tensors = tuple(
+        SharedTensor(spec.name, spec.name, spec.shape, theirs.dtype, spec.dtype)
+        for spec, theirs in zip(sink.tensors, source.tensors, strict=True)
+    )
+    loads: list[tuple[int, list[Piece]]] = [(0, [])]
+    for number, spec in enumerate(sink.tensors):
+        for box in Box.whole(spec.shape).cut(bucket_bytes // spec.itemsize):
+            nbytes = box.numel * spec.itemsize
+            if not nbytes:
+                continue
+            if loads[-1][0] + nbytes > bucket_bytes:
+                loads.append((0, []))
+            at, pieces = loads[-1]
+            loads[-1] = (at + nbytes, [*pieces, Piece(number, box, at)])
+    buckets = (Bucket(i, 0, nbytes, tuple(pieces)) for i, (nbytes, pieces) in enumerate(loads))
+    return Share(
+        source="t/0", sink="e/0", tensors=tensors, groups=("m",), buckets=tuple(buckets), digest=0
+    )
+
+
+def views_of(share: Share, layout: Layout) -> list[list[View]]:
+    entries = {layout.tensors[entry.tensor].name: entry for entry in layout.entries}
+    found: list[list[View]] = []
+    for bucket in share.buckets:
+        names = [share.tensors[piece.tensor].name for piece in bucket.pieces]
+        pairs = zip(bucket.pieces, (entries[name] for name in names), strict=True)
+        found.append([entry.view.within(entry.box, piece.box) for piece, entry in pairs])
+    return found
+
+
 def loaded(
     model: dict[str, torch.Tensor], sink: dict[str, torch.Tensor], bucket_bytes: int
 ) -> Iterator[tuple[BucketCopies, BucketDigest, torch.Tensor]]:
     """Every bucket's copies at the sink and its digest, after gather and scatter; the payload."""
-    source_binding, sink_binding = bind_tensors(model), bind_tensors(sink)
-    plan = make_plan(
-        sink="e/0",
-        sink_layout=sink_binding.layout,
-        sources={"t/0": source_binding.layout},
-        rules=Rules(casts=(CastRule(source="float32", sink="bfloat16"),)),
-        bucket_bytes=bucket_bytes,
-    )
-    ours, theirs = plan.source_shares[0], plan.sink_shares[0]
-    gathers = prepare_copies(ours, source_binding, at_source=True)
-    scatters = prepare_copies(theirs, sink_binding, at_source=False)
-    for bucket, gather, scatter in zip(theirs.buckets, gathers, scatters, strict=True):
+    ours, theirs = bind_tensors(model), bind_tensors(sink)
+    share = share_of(ours.layout, theirs.layout, bucket_bytes)
+    gathers = prepare_copies(share, views_of(share, ours.layout), ours, at_source=True)
+    scatters = prepare_copies(share, views_of(share, theirs.layout), theirs, at_source=False)
+    for bucket, gather, scatter in zip(share.buckets, gathers, scatters, strict=True):
         payload = torch.zeros(bucket.nbytes, dtype=torch.uint8)
         gather.gather(payload)
         scatter.scatter(payload)
-        yield scatter, compile_bucket(theirs, bucket), payload
+        yield scatter, compile_bucket(share, bucket), payload
 
 
 @pytest.mark.parametrize("bucket_bytes", [2048, 1 << 20])
