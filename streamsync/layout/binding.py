@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,8 +10,9 @@ import torch
 from streamsync.errors import LayoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from streamsync.layout.computation import Computation
     from streamsync.layout.region import Layout, View
 
 
@@ -35,12 +36,14 @@ class Binding:
     `storages[k]` is any tensor whose untyped storage is storage number k of the layout's views; the
     binding keeps it alive, so that an address is never reused by another tensor. `refresh`, when
     given, returns the storages as they are now (a trainer may have replaced a parameter's memory)
-    or raises `LayoutError` if the geometry changed.
+    or raises `LayoutError` if the geometry changed. `computed` names the tensors of a source whose
+    values are not simply what their memory holds.
     """
 
     layout: Layout
     storages: Sequence[torch.Tensor]
     refresh: Callable[[], Sequence[torch.Tensor]] | None = None
+    computed: Mapping[str, Computation] = field(default_factory=dict)
 
     def view(self, view: View, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The live memory of `view` as a tensor of `shape` (elements); no copy, no ownership."""

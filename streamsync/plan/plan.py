@@ -7,6 +7,7 @@ import hashlib
 import msgspec
 
 from streamsync.layout.region import Box, TensorSpec
+from streamsync.plan.conversion import Conversion, QuantRule, Wide
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -38,13 +39,15 @@ class Bucket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 class SharedTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A tensor of a share: the sink's canonical name (the digest's key) and the name that the
-    source holds it by, global shape, the dtype at the source, and the wire dtype."""
+    source holds it by, global shape on the wire, the dtype at the source, the wire dtype, and how
+    it is made where it is not the source's tensor itself (at most cast)."""
 
     name: str
     source_name: str
     shape: tuple[int, ...]
     source_dtype: str
     wire_dtype: str
+    conversion: Conversion | None = None
 
     @property
     def wire(self) -> TensorSpec:
@@ -112,6 +115,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     `unused` are fnmatch patterns of source tensors that nobody needs here; `ties` maps sink names
     to the source name whose values they take (`{"lm_head.weight": "model.embed_tokens.weight"}`).
+    `quantise` names the tensors that the sources may quantise.
     `partial` declares that the sources send only a part of the model (an adapter): sink tensors
     that no source has at all are then left as they are, and listed in the plan.
     """
@@ -122,15 +126,17 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     unused: tuple[str, ...] = ()
     ties: dict[str, str] = {}
     partial: bool = False
+    quantise: tuple[QuantRule, ...] = ()
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The proof and the work list of one sink rank.
 
     `shares` holds one share per source that sends anything, ordered by the sources' names. `groups`
-    lists every group in forward order. `left` names tensors left as they are, with the waiver's reason;
-    `aliases` names sink tensors that share the memory of another one (sent once); `shadowed` those
+    lists every group in forward order. `left` names tensors left as they are, with the waiver's
+    reason; `aliases` names sink tensors that share the memory of another one (sent once); `shadowed` those
     of them that a source holds apart from what feeds that memory: its values for them go unused.
+    `wide` lists what the sink quantises itself, because no source can.
     """
 
     sink: str
@@ -141,6 +147,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     left: dict[str, str] = {}
     aliases: dict[str, str] = {}
     shadowed: dict[str, str] = {}
+    wide: tuple[Wide, ...] = ()
     unused: tuple[str, ...] = ()
     layout_digests: dict[str, str] = {}
     membership_epoch: int = 0

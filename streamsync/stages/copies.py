@@ -1,9 +1,9 @@
 """The copies of one bucket between live tensors and its packed bytes, prepared once per plan.
 
-`gather` packs a source's views (casting to the wire dtype on the way); `scatter` unpacks into a
-sink's views; `loaded_digest` reads what a sink now holds: in place where a piece is one run of
-memory, else packed once more. All run in an executor's thread and release the GIL in their inner
-loops.
+`gather` packs a source's views (casting to the wire dtype, quantising or merging on the way);
+`scatter` unpacks into a sink's views; `loaded_digest` reads what a sink now holds: in place where a
+piece is one run of memory, else packed once more. All run in an executor's thread and release the
+GIL in their inner loops.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from streamsync.layout.binding import Binding, torch_dtype
+from streamsync.stages.compute import is_computed, prepare_works
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from streamsync.digest.compiled import BucketDigest, Bytes, PieceDigest
     from streamsync.layout.region import View
-    from streamsync.plan.plan import Bucket, Share
+    from streamsync.plan.plan import Bucket, Piece, Share
     from streamsync.plan.resolve import Views
 
 _MASK = (1 << 64) - 1
@@ -91,19 +92,26 @@ class BucketCopies:
         at_source: bool,
     ) -> None:
         self._pieces: list[_Live] = []
+        computed: list[tuple[Piece, View]] = []
         for piece, view in zip(bucket.pieces, views, strict=True):
             tensor = share.tensors[piece.tensor]
+            if at_source and is_computed(tensor, binding):
+                computed.append((piece, view))
+                continue
             wire = torch_dtype(tensor.wire_dtype)
             local = torch_dtype(tensor.source_dtype) if at_source else wire
             live = binding.view(view, piece.box.shape, local)
             flat = view.is_contiguous(piece.box.shape)
             self._pieces.append(_Live(piece.offset, wire, live.view(-1) if flat else live, flat))
         self._runs = _runs(self._pieces)
+        self._works = prepare_works(share, computed, binding)
         self._read: _LoadedReads | None = None
 
     def gather(self, payload: torch.Tensor) -> None:
-        """Packs the live views into `payload` (uint8 `[bucket.nbytes]`), casting."""
+        """Packs the live views into `payload` (uint8 `[bucket.nbytes]`), casting and computing."""
         _gather(self._runs, payload)
+        for work in self._works:
+            work.run(payload)
 
     def scatter(self, payload: torch.Tensor) -> None:
         """Unpacks `payload` into the live views."""

@@ -16,13 +16,16 @@ as long as each cut sees whole blocks.
 from __future__ import annotations
 
 import math
-import threading
+from itertools import product
 from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
+from streamsync.layout.region import Box
+from streamsync.layout.scratch import Scratch
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 FP8_MAX: Final = 448.0
 """The largest finite float8_e4m3fn."""
@@ -39,18 +42,21 @@ class Read(Protocol):
         """Writes the elements from `start` on, as many as `out` has in each dim, to `out`."""
 
 
+_scratch = Scratch()
+
+
 class Quantiser:
     """Quantises boxes of `shape` that begin at a block's corner and end at one or at the tensor's
-    edge; `block` has one length per dim, 1 for all but the last two. Keeps no memory but a scratch
-    of 2 MiB (two blocks, if they are larger) per thread, which every quantiser of it shares.
+    edge; `block` has one length per dim.
+
+    Allocates nothing that lasts but 2 MiB of scratch (two blocks, if they are larger) per thread,
+    and nothing else that is larger than one number per block of a tile.
     """
 
     def __init__(self, shape: Sequence[int], block: Sequence[int]) -> None:
-        assert len(shape) == len(block) >= 1
-        assert all(n == 1 for n in block[:-2])
         self._shape = tuple(shape)
         self._block = tuple(min(b, max(n, 1)) for b, n in zip(block, shape, strict=True))
-        self.grid = tuple(-(-n // b) for n, b in zip(shape, self._block, strict=True))
+        self.grid = _blocks(self._shape, self._block)
         """How many blocks it has in each dim."""
 
     def run(
@@ -58,95 +64,85 @@ class Quantiser:
         read: Read,
         device: torch.device,
         *,
-        values: torch.Tensor | None = None,
-        begin: tuple[int, ...] | None = None,
-        scales: torch.Tensor | None = None,
+        values: Iterable[tuple[tuple[int, ...], torch.Tensor]] = (),
+        scales: Iterable[torch.Tensor] = (),
     ) -> None:
-        """Writes `values` (float8_e4m3fn; the part of the box from `begin` on, all of it if None)
-        and `scales` (float32 `[*grid]`), either of which may be None. Both may have any strides.
-        """
-        begin = begin or (0,) * len(self._shape)
+        """Writes each of `values` (a corner in the box and a float8_e4m3fn tensor for the part that
+        begins there) and of `scales` (float32 `[*grid]`), of any strides and on any device."""
+        values, scales = list(values), list(scales)
         with torch.no_grad():
-            for start, tile in self._tiles():
-                self._one(read, device, start, tile, values, begin, scales)
+            for start, shape in tiles(self._shape, self._block):
+                grid = _blocks(shape, self._block)
+                tile, blocks, scale = self._scaled(read, start, shape, grid, device)
+                for target in scales:
+                    first = tuple(a // b for a, b in zip(start, self._block, strict=True))
+                    target[_slices(first, grid)].copy_(scale.view(grid).reciprocal())
+                if values:
+                    torch.mul(blocks, scale, out=blocks).clamp_(-FP8_MAX, FP8_MAX)
+                for begin, target in values:
+                    _copy_common(tile, start, shape, target, begin)
 
-    def _tiles(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Corner and shape of boxes of whole blocks that fill the whole."""
-        steps = [1] * len(self._block)
-        room = max(1, _TILE_NUMEL // math.prod(self._block))
-        for d in reversed(range(len(steps))):
-            steps[d] = min(room, max(self.grid[d], 1))
-            room = max(1, room // steps[d])
-        steps = [step * b for step, b in zip(steps, self._block, strict=True)]
-        yield from _walk(self._shape, steps)
-
-    def _one(
+    def _scaled(
         self,
         read: Read,
-        device: torch.device,
         start: tuple[int, ...],
         shape: tuple[int, ...],
-        values: torch.Tensor | None,
-        begin: tuple[int, ...],
-        scales: torch.Tensor | None,
-    ) -> None:
-        grid = tuple(-(-n // b) for n, b in zip(shape, self._block, strict=True))
+        grid: tuple[int, ...],
+        device: torch.device,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One tile as float32, filled up with zeros to whole blocks; the same as
+        `[blocks, block, blocks, block, ...]`, and the scale of each block in that shape."""
         padded = tuple(g * b for g, b in zip(grid, self._block, strict=True))
-        wide, spare = _scratch.pair(math.prod(padded), device)
-        tile = wide.view(padded)
+        tile = _scratch.get(0, padded, torch.float32, device)
         for d, (n, whole) in enumerate(zip(shape, padded, strict=True)):
             if n < whole:
                 tile.narrow(d, n, whole - n).zero_()
-        inner = tile[tuple(slice(n) for n in shape)]
-        read(start, inner)
-        blocks = wide.view([n for pair in zip(grid, self._block, strict=True) for n in pair])
-        inside = tuple(range(1, blocks.dim(), 2))
-        amax = torch.abs(blocks, out=spare.view(blocks.shape)).amax(dim=inside, keepdim=True)
+        read(start, tile[_slices((0,) * len(shape), shape)])
+        blocks = tile.view([n for pair in zip(grid, self._block, strict=True) for n in pair])
+        size = torch.abs(blocks, out=_scratch.get(1, tuple(blocks.shape), torch.float32, device))
+        amax = size.amax(dim=tuple(range(1, blocks.dim(), 2)), keepdim=True)
         scale = FP8_MAX / amax
         scale.masked_fill_(~((amax > 0) & scale.isfinite()), 1.0)
-        if scales is not None:
-            first = tuple(a // b for a, b in zip(start, self._block, strict=True))
-            where = tuple(slice(a, a + g) for a, g in zip(first, grid, strict=True))
-            scales[where].copy_(scale.view(grid).reciprocal())
-        if values is None:
-            return
-        torch.mul(blocks, scale, out=blocks).clamp_(-FP8_MAX, FP8_MAX)
-        # The part of this tile that the values cover, from both points of view.
-        low = [max(a, b) for a, b in zip(start, begin, strict=True)]
-        high = [
-            min(a + n, b + m) for a, n, b, m in zip(start, shape, begin, values.shape, strict=True)
-        ]
-        if all(a < b for a, b in zip(low, high, strict=True)):
-            ours = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
-            theirs = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, begin, strict=True))
-            values[theirs].copy_(tile[ours])
+        return tile, blocks, scale
 
 
-def _walk(
-    shape: Sequence[int], steps: Sequence[int]
+def tiles(
+    shape: Sequence[int], block: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    if not shape:
-        yield (), ()
-        return
-    for a in range(0, shape[0], steps[0]):
-        n = min(steps[0], shape[0] - a)
-        for start, rest in _walk(shape[1:], steps[1:]):
-            yield (a, *start), (n, *rest)
+    """Cuts a box of `shape` into tiles that a core's cache holds, each of whole blocks (or up to
+    the edge): their corners and shapes."""
+    room = max(1, _TILE_NUMEL // math.prod(block))
+    steps = list(block)
+    for d in reversed(range(len(block))):
+        num_blocks = min(room, max(1, -(-shape[d] // block[d])))
+        steps[d] = num_blocks * block[d]
+        room = max(1, room // num_blocks)
+    ranges = [range(0, n, step) for n, step in zip(shape, steps, strict=True)]
+    for start in product(*ranges):
+        yield (
+            start,
+            tuple(min(step, n - a) for a, n, step in zip(start, shape, steps, strict=True)),
+        )
 
 
-class _Scratch(threading.local):
-    """Two float32 buffers per thread and device, which grow to the largest tile and then stay."""
-
-    def __init__(self) -> None:
-        self._pairs: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def pair(self, numel: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        pair = self._pairs.get(device)
-        if pair is None or pair[0].numel() < numel:
-            size = max(numel, _TILE_NUMEL)
-            one, other = (torch.empty(size, device=device) for _ in range(2))
-            pair = self._pairs[device] = one, other
-        return pair[0][:numel], pair[1][:numel]
+def _blocks(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
+    return tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
 
 
-_scratch = _Scratch()
+def _slices(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
+
+
+def _copy_common(
+    tile: torch.Tensor,
+    start: tuple[int, ...],
+    shape: tuple[int, ...],
+    target: torch.Tensor,
+    begin: tuple[int, ...],
+) -> None:
+    """Copies to `target`, whose corner is `begin`, what a tile of `shape` at `start` has of it."""
+    common = Box(start, shape).intersect(Box(begin, tuple(target.shape)))
+    if common is not None:
+        ours = tuple(a - b for a, b in zip(common.start, start, strict=True))
+        theirs = tuple(a - b for a, b in zip(common.start, begin, strict=True))
+        target[_slices(theirs, common.shape)].copy_(tile[_slices(ours, common.shape)])

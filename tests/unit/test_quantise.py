@@ -40,7 +40,8 @@ def quantised(wide: torch.Tensor, block: tuple[int, ...]) -> tuple[torch.Tensor,
     quantiser = Quantiser(wide.shape, block)
     values = torch.empty(wide.shape, dtype=torch.float8_e4m3fn)
     scales = torch.empty(quantiser.grid)
-    quantiser.run(reader(wide), wide.device, values=values, scales=scales)
+    origin = (0,) * wide.dim()
+    quantiser.run(reader(wide), wide.device, values=[(origin, values)], scales=[scales])
     return values, scales
 
 
@@ -126,10 +127,11 @@ def test_a_part_equals_the_same_part_of_the_whole(seed: int) -> None:
     outer = wide[top:bottom, left:right]
     values = torch.empty(r1 - r0, c1 - c0, dtype=torch.float8_e4m3fn)
     quantiser = Quantiser(outer.shape, block)
-    quantiser.run(reader(outer), wide.device, values=values, begin=(r0 - top, c0 - left))
+    corner = (r0 - top, c0 - left)
+    quantiser.run(reader(outer), wide.device, values=[(corner, values)])
     assert same(values, wanted[r0:r1, c0:c1])
     scales = torch.empty(quantiser.grid)
-    quantiser.run(reader(outer), wide.device, scales=scales)
+    quantiser.run(reader(outer), wide.device, scales=[scales])
     assert same(
         scales, wanted_scales[top // 16 :, left // 8 :][: scales.shape[0], : scales.shape[1]]
     )
@@ -138,7 +140,9 @@ def test_a_part_equals_the_same_part_of_the_whole(seed: int) -> None:
 def test_strided_sources_and_targets() -> None:
     wide = random((40, 60), torch.bfloat16)
     values = torch.empty(60, 40, dtype=torch.float8_e4m3fn).t()
-    Quantiser((40, 60), (16, 16)).run(reader(wide.t().contiguous().t()), wide.device, values=values)
+    Quantiser((40, 60), (16, 16)).run(
+        reader(wide.t().contiguous().t()), wide.device, values=[((0, 0), values)]
+    )
     assert same(values, reference(wide, (16, 16))[0])
 
 
