@@ -115,9 +115,9 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     `unused` are fnmatch patterns of source tensors that nobody needs here; `ties` maps sink names
     to the source name whose values they take (`{"lm_head.weight": "model.embed_tokens.weight"}`).
-    `quantise` names the tensors that the sources may quantise.
     `partial` declares that the sources send only a part of the model (an adapter): sink tensors
-    that no source has at all are then left as they are, and listed in the plan.
+    that no source has at all are then left as they are, and listed in the plan. `quantise` says
+    which tensors become fp8, and how.
     """
 
     casts: tuple[CastRule, ...] = ()
@@ -134,9 +134,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     `shares` holds one share per source that sends anything, ordered by the sources' names. `groups`
     lists every group in forward order. `left` names tensors left as they are, with the waiver's
-    reason; `aliases` names sink tensors that share the memory of another one (sent once); `shadowed` those
-    of them that a source holds apart from what feeds that memory: its values for them go unused.
-    `wide` lists what the sink quantises itself, because no source can.
+    reason; `aliases` names sink tensors that share the memory of another one (sent once);
+    `shadowed` those of them that a source holds apart from what feeds that memory: its values for
+    them go unused. `wide` lists what the sink quantises itself, because no source can.
     """
 
     sink: str
