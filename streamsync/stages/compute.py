@@ -45,8 +45,8 @@ class Origin:
 
 @dataclass(slots=True, frozen=True)
 class _Target:
-    """A piece's place in the payload: `payload[start:stop]` is of `dtype` and `shape`; `begin` is
-    its corner, counted from that of the origin's box."""
+    """A piece's place in the payload: `payload[start:stop]` is of `dtype` and `shape` (scales: one
+    number per block); `begin` is its corner, counted from that of the origin's box."""
 
     start: int
     stop: int
@@ -81,7 +81,7 @@ class Work:
                     self.origin.read,
                     self.origin.live.device,
                     values=[(target.begin, target.of(payload)) for target in self.values],
-                    scales=[target.of(payload).view(self.quantiser.grid) for target in self.scales],
+                    scales=[(target.begin, target.of(payload)) for target in self.scales],
                 )
 
 
@@ -115,14 +115,13 @@ def prepare_works(
             work = works[tensor.source_name, box, block] = Work(origin, quantiser)
         dtype = torch_dtype(tensor.wire_dtype)
         stop = piece.offset + piece.box.numel * dtype.itemsize
-        begin: tuple[int, ...] = ()
-        targets = work.plain
+        targets, shape, begin = work.plain, piece.box.shape, (0,) * len(box.start)
         if conversion is not None and conversion.part == "scales":
-            targets = work.scales
-        else:
+            targets, shape = work.scales, conversion.blocks(piece.box).shape
+        elif conversion is not None:
+            targets = work.values
             begin = tuple(a - b for a, b in zip(piece.box.start, box.start, strict=True))
-            targets = work.plain if conversion is None else work.values
-        targets.append(_Target(piece.offset, stop, dtype, piece.box.shape, begin))
+        targets.append(_Target(piece.offset, stop, dtype, shape, begin))
     return list(works.values())
 
 

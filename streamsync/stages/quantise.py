@@ -65,22 +65,25 @@ class Quantiser:
         device: torch.device,
         *,
         values: Iterable[tuple[tuple[int, ...], torch.Tensor]] = (),
-        scales: Iterable[torch.Tensor] = (),
+        scales: Iterable[tuple[tuple[int, ...], torch.Tensor]] = (),
     ) -> None:
-        """Writes each of `values` (a corner in the box and a float8_e4m3fn tensor for the part that
-        begins there) and of `scales` (float32 `[*grid]`), of any strides and on any device."""
+        """Writes `values` (float8_e4m3fn) and `scales` (float32): each is a corner, counted in
+        elements or in blocks, and a tensor for the part of the box that begins there, of any
+        strides and on any device."""
         values, scales = list(values), list(scales)
         with torch.no_grad():
             for start, shape in tiles(self._shape, self._block):
                 grid = _blocks(shape, self._block)
                 tile, blocks, scale = self._scaled(read, start, shape, grid, device)
-                for target in scales:
+                if scales:
                     first = tuple(a // b for a, b in zip(start, self._block, strict=True))
-                    target[_slices(first, grid)].copy_(scale.view(grid).reciprocal())
+                    stored = scale.view(grid).reciprocal()
+                    for begin, target in scales:
+                        _copy_common(stored, first, grid, target, begin)
                 if values:
                     torch.mul(blocks, scale, out=blocks).clamp_(-FP8_MAX, FP8_MAX)
-                for begin, target in values:
-                    _copy_common(tile, start, shape, target, begin)
+                    for begin, target in values:
+                        _copy_common(tile, start, shape, target, begin)
 
     def _scaled(
         self,

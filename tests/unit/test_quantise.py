@@ -41,7 +41,7 @@ def quantised(wide: torch.Tensor, block: tuple[int, ...]) -> tuple[torch.Tensor,
     values = torch.empty(wide.shape, dtype=torch.float8_e4m3fn)
     scales = torch.empty(quantiser.grid)
     origin = (0,) * wide.dim()
-    quantiser.run(reader(wide), wide.device, values=[(origin, values)], scales=[scales])
+    quantiser.run(reader(wide), wide.device, values=[(origin, values)], scales=[(origin, scales)])
     return values, scales
 
 
@@ -131,7 +131,7 @@ def test_a_part_equals_the_same_part_of_the_whole(seed: int) -> None:
     quantiser.run(reader(outer), wide.device, values=[(corner, values)])
     assert same(values, wanted[r0:r1, c0:c1])
     scales = torch.empty(quantiser.grid)
-    quantiser.run(reader(outer), wide.device, scales=[scales])
+    quantiser.run(reader(outer), wide.device, scales=[((0, 0), scales)])
     assert same(
         scales, wanted_scales[top // 16 :, left // 8 :][: scales.shape[0], : scales.shape[1]]
     )
