@@ -18,6 +18,8 @@ from zmq.utils import z85
 from streamsync.errors import ConfigError
 
 MIN_SECRET_BYTES = 8
+_MAX_SOCKETS = 1 << 15
+"""A session takes three, so ZeroMQ's default, 1023, would end at 341 sessions."""
 
 
 class JobKeys(NamedTuple):
@@ -47,6 +49,7 @@ class Curve:
         self._silent_seconds = silent_seconds
         self._keys = job_keys(secret)
         self.context = zmq.asyncio.Context()
+        self.context.max_sockets = _MAX_SOCKETS
         self._authenticator = AsyncioAuthenticator(self.context)
 
     def start(self) -> None:
@@ -77,7 +80,7 @@ class Curve:
         socket.sndhwm = socket.rcvhwm = 0
         socket.ipv6 = "[" in endpoint  # else an IPv4 listener would show an address mapped to IPv6
         milliseconds = int(self._silent_seconds * 1000)
-        socket.heartbeat_ivl = max(1, min(2000, milliseconds // 3))
+        socket.heartbeat_ivl = max(1, min(5000, milliseconds // 3))
         socket.heartbeat_timeout = milliseconds
         socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 1000
         return socket

@@ -7,24 +7,11 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from streamsync.control import messages as m
 from streamsync.control.curve import Curve
-from streamsync.control.messages import (
-    PROTOCOL,
-    Alive,
-    AliveReply,
-    AnyMessage,
-    AskReplica,
-    AskSources,
-    Changed,
-    Goodbye,
-    Join,
-    Leave,
-    ReplicaInfo,
-    SourceInfo,
-    Sources,
-    Welcome,
-)
-from streamsync.control.protocol.membership import Member, Membership
+from streamsync.control.registry import Registry
 from streamsync.control.sockets import Listener
 from streamsync.errors import ControlError
 from streamsync.runtime.loop import LoopThread
@@ -34,6 +21,10 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _log = logging.getLogger("streamsync.hub")
+
+_COALESCE_SECONDS = 0.05
+_WORDS_BEFORE_LOST = 6
+"""A member that is alive says so this often in the time after which it is lost."""
 
 
 class Hub:
@@ -52,11 +43,12 @@ class Hub:
         self._port = port
         self._lost_seconds = lost_seconds
         self._thread = LoopThread("hub", 1)
-        self._membership = Membership()
-        self._joins: dict[str, Join] = {}
+        self._registry = Registry()
         self._peers: dict[str, bytes] = {}
+        self._names: dict[bytes, str] = {}
         self._heard_at: dict[str, float] = {}
         self._listener: Listener | None = None
+        self._moved: asyncio.Event
         self._stop: asyncio.Event | None = None
         self.address = ""
 
@@ -72,6 +64,11 @@ class Hub:
             self._thread.join()
             self._stop = None
 
+    @property
+    def num_members(self) -> int:
+        """How many members are registered."""
+        return len(self._registry)
+
     def __enter__(self) -> Hub:
         return self.start()
 
@@ -85,6 +82,7 @@ class Hub:
 
     async def _main(self, ready: Callable[[], None]) -> None:
         stop = asyncio.Event()
+        self._moved = asyncio.Event()
         curve = Curve(self._secret)
         try:
             curve.start()
@@ -96,6 +94,7 @@ class Hub:
                 async with asyncio.TaskGroup() as tasks:
                     running = [
                         tasks.create_task(self._listener.run()),
+                        tasks.create_task(self._tell_changes()),
                         tasks.create_task(self._forget_silent()),
                     ]
                     self._stop = stop
@@ -103,7 +102,7 @@ class Hub:
                     _log.info("hub listens on %s", self.address)
                     await stop.wait()
                     for peer in tuple(self._peers.values()):
-                        self._listener.send(peer, Goodbye(text="the hub closes"))
+                        self._listener.send(peer, m.Goodbye(text="the hub closes"))
                     for task in running:
                         task.cancel()
             finally:
@@ -112,132 +111,95 @@ class Hub:
             curve.close()
 
     def _on_lost(self, peer: bytes, text: str) -> None:
-        for name, known in list(self._peers.items()):
-            if known == peer:
-                self._forget(name, text)
+        name = self._names.get(peer)
+        if name is not None:
+            self._forget(name, text)
 
-    def _on_message(self, peer: bytes, message: AnyMessage) -> None:
+    def _on_message(self, peer: bytes, message: m.AnyMessage) -> None:
         assert self._listener is not None
+        registry = self._registry
         match message:
-            case Join():
-                self._join(peer, message)
-            case Alive():
-                join = self._joins.get(message.name)
-                known = join is not None and join.incarnation == message.incarnation
+            case m.Join():
+                was_known = registry.knows(message.name, message.incarnation)
+                wants_outline = registry.join(message, int(time.time()))
+                self._hear(message.name, peer)
+                if not was_known:
+                    _log.info("%s joined", message.name)
+                self._welcome(peer, message.request, wants_outline=wants_outline)
+            case m.Describe():
+                registry.describe(message)
+                self._welcome(peer, message.request)
+            case m.Alive():
+                known = registry.knows(message.name, message.incarnation)
                 if known:
-                    self._heard_at[message.name] = time.monotonic()
-                    self._peers[message.name] = peer
+                    self._hear(message.name, peer)
+                epoch = registry.epoch_of(message.name) if known else 0
                 self._listener.send(
-                    peer,
-                    AliveReply(
-                        request=message.request,
-                        known=known,
-                        membership_epoch=self._membership.membership_epoch,
-                        epoch=self._epoch_of(message.name) if known else 0,
-                    ),
+                    peer, m.AliveReply(request=message.request, known=known, epoch=epoch)
                 )
-            case Leave():
-                join = self._joins.get(message.name)
-                if join is not None and join.incarnation == message.incarnation:
+                return
+            case m.Leave():
+                if registry.knows(message.name, message.incarnation):
                     self._forget(message.name, "it left")
-            case AskSources():
-                self._listener.send(peer, self._sources(message))
-            case AskReplica():
-                ranks = self._membership.of(message.replica, "sink")
-                endpoint = ranks[0].endpoint if ranks and ranks[0].rank == 0 else ""
+            case m.AskSources():
+                answer = registry.sources(message)
+                self._listener.send(peer, msgspec.structs.replace(answer, found=b""), answer.found)
+            case m.AskReplica():
+                endpoint = registry.coordinator_of(message.replica)
                 self._listener.send(
-                    peer, ReplicaInfo(request=message.request, coordinator=endpoint)
+                    peer, m.ReplicaInfo(request=message.request, coordinator=endpoint)
                 )
+                return
+            case m.PlanRefused():
+                for name in registry.refusal(message):
+                    self._tell(name, message)
             case _:
                 raise ControlError(f"a hub takes no {type(message).__name__}")
+        self._moved.set()
 
-    def _join(self, peer: bytes, message: Join) -> None:
+    def _welcome(self, peer: bytes, request: int, *, wants_outline: bool = False) -> None:
         assert self._listener is not None
-        if message.protocol != PROTOCOL:
-            raise ControlError(
-                f"{message.name} speaks protocol {message.protocol}, the hub {PROTOCOL}: install "
-                "the same streamsync version everywhere"
-            )
-        result = self._membership.join(
-            Member(
-                message.name,
-                message.role,
-                message.unit,
-                message.rank,
-                message.num_ranks,
-                message.endpoint,
-                message.incarnation,
-                message.epoch,
-            ),
-            int(time.time()),
-        )
-        if isinstance(result, str):
-            raise ControlError(f"{message.name} can't join: {result}")
-        self._joins[message.name] = message
-        self._peers[message.name] = peer
-        self._heard_at[message.name] = time.monotonic()
-        _log.info("%s joined%s", message.name, " again" if result.replaced else "")
         self._listener.send(
             peer,
-            Welcome(
-                request=message.request,
-                membership_epoch=self._membership.membership_epoch,
+            m.Welcome(
+                request=request,
+                wants_outline=wants_outline,
+                alive_seconds=self._lost_seconds / _WORDS_BEFORE_LOST,
             ),
         )
-        self._tell_change()
 
-    def _tell_change(self) -> None:
+    def _hear(self, name: str, peer: bytes) -> None:
+        self._heard_at[name] = time.monotonic()
+        old = self._peers.get(name)
+        if old != peer:
+            if old is not None:
+                self._names.pop(old, None)
+            self._peers[name] = peer
+            self._names[peer] = name
+
+    def _tell(self, name: str, message: m.Message) -> None:
         assert self._listener is not None
-        changed = Changed(membership_epoch=self._membership.membership_epoch)
-        for peer in list(self._peers.values()):
-            self._listener.send(peer, changed)
-
-    def _epoch_of(self, name: str) -> int:
-        member = self._membership.members.get(name)
-        if member is None or not self._membership.is_complete(member.unit, "source"):
-            return 0
-        return self._membership.epochs.get(member.unit, 0)
-
-    def _sources(self, message: AskSources) -> Sources:
-        epoch = self._membership.membership_epoch
-        units = self._membership.source_units()
-        if len(units) != 1 or not self._membership.is_complete(units[0], "source"):
-            if not units:
-                why = "no source has joined"
-            elif len(units) > 1:
-                why = f"several source groups joined: {', '.join(units)}"
-            else:
-                ranks = self._membership.of(units[0], "source")
-                missing = sorted(set(range(ranks[0].num_ranks)) - {m.rank for m in ranks})
-                why = f"source group {units[0]} lacks ranks {missing}"
-            return Sources(request=message.request, membership_epoch=epoch, waiting_for=why)
-        infos = []
-        for member in self._membership.of(units[0], "source"):
-            join = self._joins[member.name]
-            assert join.layout is not None
-            infos.append(
-                SourceInfo(
-                    name=member.name,
-                    endpoint=member.endpoint,
-                    incarnation=member.incarnation,
-                    place=join.place,
-                    layout=join.layout,
-                )
-            )
-        return Sources(
-            request=message.request,
-            membership_epoch=epoch,
-            sources=tuple(infos),
-            epoch=self._membership.epochs[units[0]],
-        )
+        peer = self._peers.get(name)
+        if peer is not None:
+            self._listener.send(peer, message)
 
     def _forget(self, name: str, text: str) -> None:
-        join = self._joins.pop(name, None)
-        self._peers.pop(name, None)
+        peer = self._peers.pop(name, None)
+        if peer is not None:
+            self._names.pop(peer, None)
         self._heard_at.pop(name, None)
-        if join is not None and self._membership.leave(name, join.incarnation):
+        if self._registry.forget(name):
             _log.info("%s is no member any more: %s", name, text)
-            self._tell_change()
+            self._moved.set()
+
+    async def _tell_changes(self) -> None:
+        """Many join at once: they are told of what they all make of it, not of each other."""
+        while True:
+            await self._moved.wait()
+            await asyncio.sleep(_COALESCE_SECONDS)
+            self._moved.clear()
+            for name, message in list(self._registry.due()):
+                self._tell(name, message)
 
     async def _forget_silent(self) -> None:
         while True:

@@ -6,7 +6,17 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, TypeVar
 
-from streamsync.control.messages import Alive, AliveReply, Changed, Join, Leave, Message, Welcome
+from streamsync.control.messages import (
+    Alive,
+    AliveReply,
+    Changed,
+    Describe,
+    Join,
+    Leave,
+    Message,
+    PlanRefused,
+    Welcome,
+)
 from streamsync.control.sockets import Dialer
 from streamsync.errors import (
     ControlError,
@@ -20,19 +30,19 @@ if TYPE_CHECKING:
 
     from streamsync.control.curve import Curve
     from streamsync.control.messages import AnyMessage
+    from streamsync.layout.outline import Outline
 
 _log = logging.getLogger("streamsync.member")
 
 M = TypeVar("M", bound=Message)
 
-_ALIVE_SECONDS = 2.0
-
 
 class HubMember:
     """Keeps one rank registered, through restarts of the hub. Loop thread only.
 
-    `join(epoch)` makes the Join message; `changed()` is called when membership moved on. Sessions
-    with peers never depend on it.
+    `join(epoch)` makes the Join message; `content` is the outline that a source describes itself
+    with; `changed()` is called when the hub would answer otherwise than before, `refused(message)`
+    when a sink can't be served. Sessions with peers never depend on it.
     """
 
     def __init__(
@@ -40,14 +50,20 @@ class HubMember:
         curve: Curve,
         hub: str,
         join: Callable[[int], Join],
-        changed: Callable[[], None],
         connect_seconds: float,
+        *,
+        content: Outline | None = None,
+        changed: Callable[[], None] = lambda: None,
+        refused: Callable[[PlanRefused], None] = lambda _message: None,
     ) -> None:
         self._curve = curve
         self._hub = hub
         self._join = join
         self._changed = changed
+        self._refused = refused
         self._connect_seconds = connect_seconds
+        self._content = content
+        self._alive_seconds = 1.0
         self._dialer: Dialer | None = None
         self._wake = asyncio.Event()
         self._joined = asyncio.Event()
@@ -105,7 +121,13 @@ class HubMember:
 
     async def _register(self, dialer: Dialer) -> None:
         message = self._join(self.epoch)
-        await dialer.request(message, Welcome, self._connect_seconds)
+        welcome = await dialer.request(message, Welcome, self._connect_seconds)
+        self._alive_seconds = welcome.alive_seconds
+        if welcome.wants_outline and self._content is not None:
+            description = Describe(
+                name=message.name, incarnation=message.incarnation, outline=self._content
+            )
+            await dialer.request(description, Welcome, self._connect_seconds)
 
     async def _stay_known(self, dialer: Dialer) -> None:
         message = self._join(self.epoch)
@@ -117,20 +139,30 @@ class HubMember:
         if not reply.known:
             await self._register(dialer)
             return
-        if reply.epoch:
-            self.epoch = reply.epoch
-            self.epoch_known.set()
+        self._learn(reply.epoch)
         self._wake.clear()
         try:
-            async with asyncio.timeout(_ALIVE_SECONDS):
+            async with asyncio.timeout(self._alive_seconds):
                 await self._wake.wait()
         except TimeoutError:
             pass
 
     def _on_message(self, message: AnyMessage) -> None:
         if isinstance(message, Changed):
-            self._ring()
+            self._learn(message.epoch)
             self._changed()
+        elif isinstance(message, PlanRefused):
+            self._refused(message)
+
+    def _learn(self, epoch: int) -> None:
+        if epoch:
+            self.epoch = epoch
+            self.epoch_known.set()
+
+    def tell(self, message: Message) -> None:
+        """Tells the hub, if it is there."""
+        if self._dialer is not None:
+            self._dialer.send(message)
 
     async def ask(self, message: Message, answer: type[M]) -> M:
         """Asks the hub; raises `ControlError` while it is away."""
@@ -140,6 +172,5 @@ class HubMember:
 
     def leave(self) -> None:
         """Says goodbye to the hub, if it is there."""
-        if self._dialer is not None:
-            message = self._join(self.epoch)
-            self._dialer.send(Leave(name=message.name, incarnation=message.incarnation))
+        message = self._join(self.epoch)
+        self.tell(Leave(name=message.name, incarnation=message.incarnation))

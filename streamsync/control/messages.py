@@ -1,10 +1,13 @@
 """Every message of the control plane: msgpack of tagged msgspec structs, nothing else.
 
-Between a member and the hub: Join .. Changed. Between a sink rank and a source rank, per
-subscription: Subscribe, Subscribed, Linked, ReplicaReady (or PlanRefused); per sync: Begin, Credit
-(coalesced), End, Ack, and on trouble Withdrawn, DropRequest. Between a rank and its replica's
-coordinator: Enlist, Enlisted, Word, Order. `Error` answers any request that failed, and `Goodbye`
-ends a session.
+Between a member and the hub: Join .. PlanRefused. Between a sink rank and a source rank, per
+subscription: Subscribe, Subscribed, Linked, ReplicaReady; per sync: Begin, Credit (coalesced), End,
+Ack, and on trouble Withdrawn, DropRequest. Between a rank and its replica's coordinator: Enlist,
+Enlisted, Word, Order, AllSubscribed. `Error` answers any request that failed, and `Goodbye` ends a
+session.
+
+What is large is named by its digest first, and sent only to who does not have it: outlines of
+sources to the hub, questions of sinks to the hub, what was found for them back.
 """
 
 from __future__ import annotations
@@ -15,16 +18,16 @@ import msgspec
 
 from streamsync.config import TransportName
 from streamsync.errors import ControlError
-from streamsync.layout.region import Layout
+from streamsync.layout.outline import Outline, Record
 from streamsync.plan.plan import Share
 from streamsync.transports.base import Offer
 from streamsync.types import Version
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised with every change that an older peer would not understand."""
 
-MAX_MESSAGE_BYTES = 1 << 30
-"""A layout of millions of entries stays below; anything longer is refused unread."""
+MAX_MESSAGE_BYTES = 1 << 28
+"""A share of a million pieces stays below; anything longer is refused unread."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -48,7 +51,11 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Join(Message, frozen=True, kw_only=True):
-    """Member → hub, first and again after the hub forgot it. Sources bring their layout."""
+    """Member → hub, first and again after the hub forgot it.
+
+    Sources bring their outline's digest, and the `epoch` that they hold; sinks the `slot` that they
+    hold (see `Sources`). A new hub takes up both.
+    """
 
     protocol: int
     name: str
@@ -60,13 +67,24 @@ class Join(Message, frozen=True, kw_only=True):
     incarnation: str
     place: Place
     epoch: int = 0
-    layout: Layout | None = None
+    outline_digest: str = ""
+    slot: tuple[int, int] = (0, 0)
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """Hub → member."""
+    """Hub → member, answering Join and Describe. `wants_outline`: describe yourself. Alive is
+    expected every `alive_seconds`."""
 
-    membership_epoch: int
+    wants_outline: bool = False
+    alive_seconds: float = 2.0
+
+
+class Describe(Message, frozen=True, kw_only=True):
+    """Source → hub: the outline whose digest Join named."""
+
+    name: str
+    incarnation: str
+    outline: Outline
 
 
 class Alive(Message, frozen=True, kw_only=True):
@@ -81,7 +99,6 @@ class AliveReply(Message, frozen=True, kw_only=True):
     not complete."""
 
     known: bool
-    membership_epoch: int
     epoch: int = 0
 
 
@@ -93,28 +110,34 @@ class Leave(Message, frozen=True, kw_only=True):
 
 
 class AskSources(Message, frozen=True, kw_only=True):
-    """Sink → hub: who are the sources, and what do they hold?"""
+    """Sink → hub: who are the sources, and who of them holds what I need?
+
+    `question_digest` names what that is; the `question` itself comes when the hub wants it. `stamp`
+    is that of the newest answer, which is not sent twice.
+    """
 
     sink: str
-
-
-class SourceInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One source rank as the hub knows it."""
-
-    name: str
-    endpoint: str
-    incarnation: str
-    place: Place
-    layout: Layout
+    question_digest: str
+    question: tuple[Record, ...] | None = None
+    stamp: str = ""
 
 
 class Sources(Message, frozen=True, kw_only=True):
-    """Hub → sink. Empty `sources` while no source group is complete: `waiting_for` says why."""
+    """Hub → sink. Nothing else while no source group is complete: `waiting_for` says why.
 
-    membership_epoch: int
-    sources: tuple[SourceInfo, ...] = ()
+    `wants_question`: ask again, with the question. `found` is an encoded `Found`: sinks with one
+    question share it, and it travels as a frame of its own; empty when the sink has what `stamp`
+    names. `slot` is (index, count): the place of this sink's replica among all, for balancing.
+    `epoch` is that of the source group.
+    """
+
+    membership_epoch: int = 0
     epoch: int = 0
+    slot: tuple[int, int] = (0, 1)
+    stamp: str = ""
+    wants_question: bool = False
     waiting_for: str = ""
+    found: bytes = b""
 
 
 class AskReplica(Message, frozen=True, kw_only=True):
@@ -130,9 +153,18 @@ class ReplicaInfo(Message, frozen=True, kw_only=True):
 
 
 class Changed(Message, frozen=True, kw_only=True):
-    """Hub → members: membership moved on; ask again when at rest."""
+    """Hub → member that it concerns. Sources: your group is complete, in `epoch`. Sinks: an answer
+    to AskSources would be another one now; ask again when at rest."""
 
-    membership_epoch: int
+    epoch: int = 0
+
+
+class PlanRefused(Message, frozen=True, kw_only=True):
+    """Sink → hub → every source: no plan is possible for a rank of `replica`, and why."""
+
+    sink: str
+    replica: str
+    text: str
 
 
 class Subscribe(Message, frozen=True, kw_only=True):
@@ -158,13 +190,6 @@ class Subscribed(Message, frozen=True, kw_only=True):
     lease_bytes: int
 
 
-class PlanRefused(Message, frozen=True, kw_only=True):
-    """Sink → source, instead of Subscribe: no plan is possible, and why."""
-
-    sink: str
-    text: str
-
-
 class Linked(Message, frozen=True, kw_only=True):
     """Source → sink: the data link stands; announcements may follow. `missed` is the newest version
     begun before that, which this sink can't have."""
@@ -173,7 +198,7 @@ class Linked(Message, frozen=True, kw_only=True):
 
 
 class ReplicaReady(Message, frozen=True, kw_only=True):
-    """Coordinator's rank → source: every rank of this replica has all its sessions."""
+    """Sink → source: every rank of this replica has all its sessions."""
 
 
 class Begin(Message, frozen=True, kw_only=True):
@@ -231,6 +256,10 @@ class Enlisted(Message, frozen=True, kw_only=True):
     """Coordinator → rank."""
 
 
+class AllSubscribed(Message, frozen=True, kw_only=True):
+    """Coordinator → rank: every rank has all its sessions; tell your sources."""
+
+
 class Word(Message, frozen=True, kw_only=True):
     """Rank → coordinator: `kind` of `version`."""
 
@@ -258,9 +287,11 @@ class Ping(Message, frozen=True, kw_only=True):
 
 
 class Goodbye(Message, frozen=True, kw_only=True):
-    """Either side: this session ends on purpose."""
+    """Either side: this session ends on purpose. `returns`: this sink subscribes again at once, and
+    the next version should wait for it."""
 
     text: str = ""
+    returns: bool = False
 
 
 class Error(Message, frozen=True, kw_only=True):
@@ -271,10 +302,10 @@ class Error(Message, frozen=True, kw_only=True):
 
 
 AnyMessage = (
-    Join | Welcome | Alive | AliveReply | Leave | AskSources | Sources | AskReplica | ReplicaInfo
-    | Changed | Subscribe | Subscribed | PlanRefused | Linked | ReplicaReady | Begin | Credit | End
-    | Ack | Withdrawn | DropRequest | Enlist | Enlisted | Word | Order | Ping | Goodbye
-    | Error
+    Join | Welcome | Describe | Alive | AliveReply | Leave | AskSources | Sources | AskReplica
+    | ReplicaInfo | Changed | PlanRefused | Subscribe | Subscribed | Linked | ReplicaReady | Begin
+    | Credit | End | Ack | Withdrawn | DropRequest | Enlist | Enlisted | AllSubscribed | Word
+    | Order | Ping | Goodbye | Error
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -18,7 +18,15 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from streamsync.control.messages import AnyMessage, Error, Message, Ping, decode, encode
+from streamsync.control.messages import (
+    AnyMessage,
+    Error,
+    Message,
+    Ping,
+    Sources,
+    decode,
+    encode,
+)
 from streamsync.errors import (
     ConfigError,
     ControlError,
@@ -40,6 +48,10 @@ M = TypeVar("M", bound=Message)
 
 _LAST_WORDS_MILLISECONDS = 200
 _PING_SECONDS = 2.0
+_BACKLOG = 4096
+"""Dialers that come at once: with ZeroMQ's 100, thousands would wait for each other's repeats."""
+_TURN = 64
+"""Messages after which a busy listener lets other tasks run."""
 
 _ERRORS: dict[str, type[StreamsyncError]] = {
     "config": ConfigError,
@@ -62,6 +74,16 @@ def _sent(result: object) -> BaseException | None:
     """The error of a non-blocking send: zmq.asyncio's are done when they return."""
     assert isinstance(result, asyncio.Future)
     return result.exception()
+
+
+def _assemble(frames: list[bytes]) -> AnyMessage:
+    """The message that came in these frames; raises `ControlError`."""
+    message = decode(frames[0]) if len(frames) <= 2 else None
+    if len(frames) == 2 and isinstance(message, Sources):
+        return msgspec.structs.replace(message, found=frames[1])
+    if message is None or len(frames) != 1:
+        raise ControlError(f"control message of {len(frames)} frames")
+    return message
 
 
 def resolve_endpoint(host: str, port: int) -> str:
@@ -90,6 +112,7 @@ class Listener:
         self._socket = curve.server(zmq.ROUTER, endpoint)
         self._socket.router_mandatory = True
         self._socket.router_handover = True
+        self._socket.backlog = _BACKLOG
         self._handle = handle
         self._lost = lost
         self._known: set[bytes] = set()
@@ -100,10 +123,11 @@ class Listener:
             raise ConfigError(f"can't listen on {host}:{port}: {error}") from error
         self.endpoint = bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
 
-    def send(self, peer: bytes, message: Message) -> None:
+    def send(self, peer: bytes, message: Message, found: bytes = b"") -> None:
         """Queues a message (queues have no limit, so this never waits). A peer that is gone is
-        reported to `lost`."""
-        error = _sent(self._socket.send_multipart([peer, encode(message)], flags=zmq.NOBLOCK))
+        reported to `lost`. `found` goes along with `Sources`, uncopied."""
+        frames = [peer, encode(message), found] if found else [peer, encode(message)]
+        error = _sent(self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=not found))
         if isinstance(error, zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH:
             self._known.discard(peer)
             self._lost(peer, "its control session is gone")
@@ -123,7 +147,9 @@ class Listener:
                 self.send(peer, Ping())
 
     async def _receive(self) -> None:
-        while True:
+        for turn in itertools.count():
+            if turn % _TURN == 0:
+                await asyncio.sleep(0)
             frames = await self._socket.recv_multipart()
             if len(frames) != 2:
                 _log.warning("refused a control message of %d frames", len(frames))
@@ -167,11 +193,14 @@ class Dialer:
         self._requests = itertools.count(1)
         self._connected = False
         self._reached = False
+        self._refused = False
+        self._patient = True
         self._dead: str | None = None
         self._socket = curve.client(zmq.DEALER, endpoint)
         self._socket.identity = os.urandom(16)
         self._monitor: zmq.asyncio.Socket = self._socket.get_monitor_socket(
             zmq.EVENT_CONNECTED
+            | zmq.EVENT_CONNECT_RETRIED
             | zmq.EVENT_HANDSHAKE_SUCCEEDED
             | zmq.EVENT_DISCONNECTED
             | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -186,9 +215,12 @@ class Dialer:
             self.close()
             raise ConfigError(f"not an endpoint: {endpoint!r} ({error})", peer=peer) from error
 
-    async def connect(self, deadline: float) -> None:
+    async def connect(self, deadline: float, *, patient: bool = True) -> None:
         """Waits for the handshake; raises `ControlError` that tells an unreachable peer from a
-        refused secret."""
+        refused secret. Not `patient`: nobody listening there is final at once."""
+        self._patient = patient
+        if self._refused and not patient:
+            self.fail(self._nobody())
         try:
             async with asyncio.timeout(deadline):
                 await asyncio.shield(self._handshake)
@@ -200,6 +232,9 @@ class Dialer:
                 "address right?",
                 peer=self.peer,
             ) from None
+
+    def _nobody(self) -> str:
+        return f"nobody listens at {self.endpoint} any more"
 
     def _refusal(self) -> str:
         return (
@@ -225,6 +260,11 @@ class Dialer:
                     self._handshake.set_result(None)
             elif event == zmq.EVENT_CONNECTED:
                 self._reached = True
+            elif event == zmq.EVENT_CONNECT_RETRIED and not self._reached:
+                self._refused = True
+                if not self._patient:
+                    self.fail(self._nobody())
+                    return
             elif event == zmq.EVENT_DISCONNECTED and self._connected:
                 self.fail("its control connection closed")
                 return
@@ -239,9 +279,7 @@ class Dialer:
         while True:
             frames = await self._socket.recv_multipart()
             try:
-                if len(frames) != 1:
-                    raise ControlError(f"control message of {len(frames)} frames", peer=self.peer)
-                message = decode(frames[0])
+                message = _assemble(frames)
                 answer = self._answers.pop(message.request, None) if message.request else None
                 if isinstance(message, Ping):
                     continue

@@ -62,7 +62,8 @@ class Audience:
         self._joined = joined
         self._lost = lost
         self.peers: dict[str, SourcePeer] = {}
-        self._refusals: dict[str, str] = {}
+        self._by_control_id: dict[bytes, SourcePeer] = {}
+        self._refusals: dict[str, m.PlanRefused] = {}
         self._admitted_streams: list[Stream] = []
         self._expected_back: set[str] = set()
         self._closed_ids: set[bytes] = set()
@@ -72,17 +73,18 @@ class Audience:
 
     def find(self, control_id: bytes) -> SourcePeer | None:
         """The peer behind a control session."""
-        return next((x for x in self.peers.values() if x.control_id == control_id), None)
+        return self._by_control_id.get(control_id)
 
     def whole_replica(self, peer: SourcePeer) -> None:
-        """Its coordinator says that every rank of its replica is subscribed."""
+        """It says that every rank of its replica has all its sessions."""
         peer.has_whole_replica = True
+        self._refusals.pop(peer.replica, None)
         self._changed.set()
 
     def refused(self, message: m.PlanRefused) -> None:
-        """A sink found no plan with this source."""
+        """The hub says that a sink found no plan with this source's group."""
         _log.error("%s refused the plan: %s", message.sink, message.text)
-        self._refusals[message.sink] = message.text
+        self._refusals[message.replica] = message
         self._changed.set()
 
     async def wait_for_replicas(self, num_replicas: int, deadline: float) -> None:
@@ -91,8 +93,10 @@ class Audience:
             async with asyncio.timeout(deadline):
                 while self._num_replicas() < num_replicas:
                     if self._refusals:
-                        sink, text = next(iter(self._refusals.items()))
-                        raise PlanError("a sink can't be served", peer=sink, peer_text=text)
+                        refusal = next(iter(self._refusals.values()))
+                        raise PlanError(
+                            "a sink can't be served", peer=refusal.sink, peer_text=refusal.text
+                        )
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
@@ -103,7 +107,7 @@ class Audience:
             ) from None
 
     def _num_replicas(self) -> int:
-        return sum(peer.has_whole_replica for peer in self.peers.values())
+        return len({p.replica for p in self.peers.values() if p.has_whole_replica})
 
     async def all_back(self) -> None:
         """Sinks whose links were given up with a failed version subscribe again by themselves; a
@@ -137,9 +141,11 @@ class Audience:
         finally:
             self._closed_ids.discard(peer.control_id)
 
-    def lose(self, peer: SourcePeer, text: str) -> None:
-        """`drop` in a task of its own."""
+    def lose(self, peer: SourcePeer, text: str, *, returns: bool = False) -> None:
+        """`drop` in a task of its own; `returns`: `all_back` waits for it."""
         if self.peers.get(peer.sink) is peer:
+            if returns:
+                self._expected_back.add(peer.sink)
             self._spawn(self.drop(peer, text))
 
     async def drop(self, peer: SourcePeer, text: str) -> None:
@@ -147,6 +153,7 @@ class Audience:
         if self.peers.get(peer.sink) is not peer:
             return
         del self.peers[peer.sink]
+        self._by_control_id.pop(peer.control_id, None)
         peer.ended.set()
         _log.info("%s is gone: %s", peer.sink, text)
         self._lost(peer, text)  # no await before: it may subscribe again meanwhile
@@ -244,8 +251,7 @@ class Audience:
             message.transport,
             partial(self._send, control_id),
         )
-        self.peers[peer.sink] = peer
-        self._refusals.pop(peer.sink, None)
+        self.peers[peer.sink] = self._by_control_id[control_id] = peer
         self._expected_back.discard(peer.sink)
         if message.place.host_id == self._place.host_id:
             self._spawn(self._watch(peer, message.place.pid))

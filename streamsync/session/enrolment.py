@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
 
 from streamsync.control import messages as m
+from streamsync.control.directory import question_digest
+from streamsync.control.found import decode_found
 from streamsync.errors import ConfigError, ControlError, PlanError, StreamsyncError
 from streamsync.plan.planner import make_plan
+from streamsync.plan.question import question
 from streamsync.runtime.loop import check_cancelled
 from streamsync.runtime.pool import frame_bytes
 
@@ -18,7 +23,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from streamsync.config import Config
+    from streamsync.control.found import Sought
     from streamsync.control.member import HubMember
+    from streamsync.layout.outline import Record
     from streamsync.layout.region import Layout
     from streamsync.plan.plan import Plan, Rules
     from streamsync.runtime.pool import Pool
@@ -27,7 +34,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("streamsync.sink")
 
-_AGAIN_SECONDS = 0.5
+T = TypeVar("T")
+
+_FIRST_PAUSE_SECONDS = 0.5
+_LAST_PAUSE_SECONDS = 5.0
 
 
 class Enrolment:
@@ -35,12 +45,13 @@ class Enrolment:
 
     `at_rest()` returns when no sync runs (a plan is frozen while one does); `enrolled()` is called
     whenever all sessions stand; `failed(error)` when they can't. `again()` asks for another look.
-    Loop thread only.
+    `slot` is this replica's place among all, (0, 0) before the hub gave one. Loop thread only.
     """
 
     def __init__(
         self,
         sink: str,
+        replica: str,
         layout: Layout,
         rules: Rules,
         apply: Apply,
@@ -56,6 +67,7 @@ class Enrolment:
         failed: Callable[[StreamsyncError], None],
     ) -> None:
         self._sink = sink
+        self._replica = replica
         self._layout = layout
         self._rules = rules
         self._apply = apply
@@ -70,7 +82,12 @@ class Enrolment:
         self._failed = failed
         self._dirty = asyncio.Event()
         self._dirty.set()
-        self._found: tuple[m.SourceInfo, ...] = ()
+        self._question: tuple[Record, ...] | None = None
+        self._question_digest = ""
+        self._stamp = ""
+        self._sought: Sought | None = None
+        self._planned_for: tuple[bytes, tuple[int, int]] | None = None
+        self.slot = (0, 0)
         self.plan: Plan | None = None
 
     def again(self) -> None:
@@ -79,6 +96,7 @@ class Enrolment:
 
     async def run(self) -> None:
         """Keeps the rank enrolled until cancelled."""
+        pause = _FIRST_PAUSE_SECONDS
         while True:
             check_cancelled()
             await self._dirty.wait()
@@ -86,28 +104,59 @@ class Enrolment:
             self._dirty.clear()
             try:
                 await self._enrol()
+                pause = _FIRST_PAUSE_SECONDS
             except (PlanError, ConfigError) as error:
                 # Trying again would not help: the next change of membership may.
                 self._failed(error.at(rank=self._sink))
-                await self._subscriptions.refuse(self._found, str(error))
+                self._member.tell(
+                    m.PlanRefused(sink=self._sink, replica=self._replica, text=str(error))
+                )
             except StreamsyncError as error:
                 _log.warning("%s can't subscribe yet: %s", self._sink, error)
                 self._failed(error)
-                await asyncio.sleep(_AGAIN_SECONDS)
+                await self._pause(pause)
+                pause = min(2 * pause, _LAST_PAUSE_SECONDS)
                 self._dirty.set()
+
+    async def _pause(self, seconds: float) -> None:
+        """Longer each time, so that thousands who miss one source don't drown the hub; over at once
+        when that says that something changed."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._dirty.wait()
+        except TimeoutError:
+            pass
 
     async def _enrol(self) -> None:
         if not self._has_coordinator():
             raise ControlError("this replica's coordinator is not reachable yet", rank=self._sink)
-        found = await self._member.ask(m.AskSources(sink=self._sink), m.Sources)
-        self._found = found.sources
-        if not found.sources:
+        found = await self._ask()
+        if found.waiting_for:
             _log.info("%s waits: %s", self._sink, found.waiting_for)
             self._failed(ControlError(f"no sources yet: {found.waiting_for}", peer="hub"))
             return
-        if self.plan is None or not self._subscriptions.is_planned_for(found.sources):
-            await self._subscriptions.drop_all("the plan changes")
-            self.plan = await self._make_plan(found)
+        if found.found:
+            self._sought = await self._run(partial(decode_found, found.found))
+            self._stamp = found.stamp
+        if self._sought is None:
+            raise ControlError("the hub sent nothing of the sources", peer="hub")
+        self.slot = found.slot
+        planned_for = (self._sought.encoded_holders, found.slot)
+        if self.plan is None or self._planned_for != planned_for:
+            self._planned_for = None
+            self.plan = await self._run(
+                partial(
+                    make_plan,
+                    sink=self._sink,
+                    sink_layout=self._layout,
+                    holders=self._sought.holders,
+                    rules=self._rules,
+                    bucket_bytes=self._config.bucket_bytes,
+                    slot=found.slot,
+                    membership_epoch=found.membership_epoch,
+                )
+            )
+            self._planned_for = planned_for
             for alias, name in self.plan.shadowed.items():
                 _log.warning(
                     "%s ties %s, which the sources hold apart: it takes the values of %s",
@@ -115,24 +164,26 @@ class Enrolment:
                     alias,
                     name,
                 )
-            self._subscriptions.use_plan(self.plan, found.sources)
+        await self._subscriptions.use_plan(self.plan, self._sought.sources)
         await self._subscriptions.connect()
         self._check_pool()
         self._enrolled(self.plan)
 
-    async def _make_plan(self, found: m.Sources) -> Plan:
-        return await asyncio.get_running_loop().run_in_executor(
-            self._executor,
-            partial(
-                make_plan,
-                sink=self._sink,
-                sink_layout=self._layout,
-                sources={source.name: source.layout for source in found.sources},
-                rules=self._rules,
-                bucket_bytes=self._config.bucket_bytes,
-                membership_epoch=found.membership_epoch,
-            ),
+    async def _ask(self) -> m.Sources:
+        if self._question is None:
+            self._question = await self._run(partial(question, self._layout, self._rules))
+            self._question_digest = question_digest(self._question)
+        ask = m.AskSources(
+            sink=self._sink, question_digest=self._question_digest, stamp=self._stamp
         )
+        found = await self._member.ask(ask, m.Sources)
+        if found.wants_question:
+            ask = msgspec.structs.replace(ask, question=self._question)
+            found = await self._member.ask(ask, m.Sources)
+        return found
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def _check_pool(self) -> None:
         """`apply="version"` holds a whole version in host leases before anything is written."""

@@ -61,8 +61,8 @@ def to_order(message: m.Order) -> Orders:
 class Coordinator:
     """Rank 0's office: hears every rank's word, tells every rank the orders.
 
-    `own(order)` delivers to the rank in this process; `all_subscribed()` is called each time that
-    every rank has (again) all its sessions. Loop thread only.
+    `own(order)` delivers to the rank in this process; `all_subscribed()` is called there, and said
+    to the others, each time that every rank has (again) all its sessions. Loop thread only.
     """
 
     def __init__(
@@ -97,7 +97,12 @@ class Coordinator:
             return
         self._subscribed.add(word.rank)
         if len(self._subscribed) == self._num_ranks:
+            self._tell_ranks(m.AllSubscribed())
             self._all_subscribed()
+
+    def _tell_ranks(self, message: m.Message) -> None:
+        for control_id in list(self._ranks.values()):
+            self._listener.send(control_id, message)
 
     def _on_message(self, control_id: bytes, message: m.AnyMessage) -> None:
         match message:
@@ -135,8 +140,7 @@ class Coordinator:
                 case SetTimer() | CancelTimer():
                     self._timers.apply(action)
                 case c.Broadcast(order):
-                    for control_id in list(self._ranks.values()):
-                        self._listener.send(control_id, to_message(order))
+                    self._tell_ranks(to_message(order))
                     self._own(order)
 
     def close(self) -> None:
@@ -157,6 +161,7 @@ class RemoteCoordinator:
         num_ranks: int,
         config: Config,
         order: Callable[[Orders], None],
+        all_subscribed: Callable[[], None],
         lost: Callable[[str], None],
     ) -> None:
         self._curve = curve
@@ -166,6 +171,7 @@ class RemoteCoordinator:
         self._num_ranks = num_ranks
         self._config = config
         self._order = order
+        self._all_subscribed = all_subscribed
         self._lost = lost
         self._dialer: Dialer | None = None
 
@@ -191,7 +197,7 @@ class RemoteCoordinator:
             async with asyncio.TaskGroup() as tasks:
                 running = tasks.create_task(dialer.run())
                 try:
-                    await dialer.connect(seconds)
+                    await dialer.connect(seconds, patient=False)
                     await dialer.request(
                         m.Enlist(replica=self._replica, rank=self._rank, num_ranks=self._num_ranks),
                         m.Enlisted,
@@ -210,6 +216,8 @@ class RemoteCoordinator:
     def _on_message(self, message: m.AnyMessage) -> None:
         if isinstance(message, m.Order):
             self._order(to_order(message))
+        elif isinstance(message, m.AllSubscribed):
+            self._all_subscribed()
 
     def _on_lost(self, text: str) -> None:
         self._lost(text)

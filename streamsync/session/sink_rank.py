@@ -118,12 +118,17 @@ class SinkRank:
             transports = OpenTransports(self._config, self._executor)
             self._timers = Timers(self._config.deadlines, self._feed)
             self._member = HubMember(
-                curve, self._hub, self._join, self._look_again, self._config.deadlines.connect
+                curve,
+                self._hub,
+                self._join,
+                self._config.deadlines.connect,
+                changed=self._look_again,
             )
             self._subscriptions = Subscriptions(
                 curve,
-                self.name,
                 self._replica,
+                self._rank,
+                self._num_ranks,
                 self._place,
                 self._binding,
                 self._config,
@@ -152,11 +157,13 @@ class SinkRank:
                     self._num_ranks,
                     self._config,
                     self._feed,
+                    self._tell_replica_ready,
                     lambda text: self._feed(r.CoordinatorLost(text)),
                 )
             )
             self._enrolment = Enrolment(
                 self.name,
+                self._replica,
                 self._binding.layout,
                 self._rules,
                 self._apply,
@@ -227,6 +234,7 @@ class SinkRank:
             incarnation=self._place.process_id,
             place=self._place,
             epoch=epoch,
+            slot=self._enrolment.slot,
         )
 
     # --- the user's side --------------------------------------------------------------------
@@ -272,7 +280,7 @@ class SinkRank:
 
     def _enrolled(self, plan: Plan) -> None:
         self.plan = plan
-        largest = max((s.max_bucket_bytes for s in plan.sink_shares), default=0)
+        largest = max((s.max_bucket_bytes for s in plan.shares), default=0)
         if self._scratch.shape[1] < largest:
             self._scratch = torch.empty(self._scratch.shape[0], largest, dtype=torch.uint8)
         self.error = None

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 @dataclass(slots=True, eq=False)
 class SourcePeer:
     """What a source knows of one subscribed sink rank. `tell` queues a control message to it;
-    `has_whole_replica`: it said
-    that every rank of its replica is subscribed. `ended` is set when the session is over (the sink
-    may then subscribe again)."""
+    `has_whole_replica`: it said that every rank of its replica is subscribed. `ended` is set when
+    the session is over (the sink may then subscribe again)."""
 
     sink: str
     replica: str

@@ -22,6 +22,7 @@ from streamsync.errors import (
     VersionError,
     root_error,
 )
+from streamsync.layout.outline import outline, outline_digest
 from streamsync.observability.probe import Event, Probe
 from streamsync.runtime.pool import Pool
 from streamsync.session.audience import Audience
@@ -65,6 +66,8 @@ class SourceRank:
         executor: Executor,
     ) -> None:
         self._binding = binding
+        self._outline = outline(binding.layout)
+        self._outline_digest = outline_digest(self._outline)
         self._hub = hub
         self._secret = secret
         self._name = name
@@ -127,7 +130,12 @@ class SourceRank:
                 lost=self._peer_lost,
             )
             self._member = HubMember(
-                curve, self._hub, self._join, lambda: None, self._config.deadlines.connect
+                curve,
+                self._hub,
+                self._join,
+                self._config.deadlines.connect,
+                content=self._outline,
+                refused=self._audience.refused,
             )
             try:
                 async with asyncio.TaskGroup() as self._tasks:
@@ -184,7 +192,7 @@ class SourceRank:
             incarnation=self._place.process_id,
             place=self._place,
             epoch=epoch,
-            layout=self._binding.layout,
+            outline_digest=self._outline_digest,
         )
 
     # --- the trainer's side -----------------------------------------------------------------
@@ -284,13 +292,9 @@ class SourceRank:
     # --- the sinks' side --------------------------------------------------------------------
 
     def _on_message(self, control_id: bytes, message: m.AnyMessage) -> None:
-        match message:
-            case m.Subscribe():
-                self._tasks.create_task(self._audience.admit(control_id, message))
-                return
-            case m.PlanRefused():
-                self._audience.refused(message)
-                return
+        if isinstance(message, m.Subscribe):
+            self._tasks.create_task(self._audience.admit(control_id, message))
+            return
         peer = self._audience.find(control_id)
         if peer is None:
             if isinstance(message, m.Goodbye | m.Credit | m.Ack):
@@ -305,7 +309,8 @@ class SourceRank:
             case m.ReplicaReady():
                 self._audience.whole_replica(peer)
             case m.Goodbye():
-                self._audience.lose(peer, message.text or "it said goodbye")
+                text = message.text or "it said goodbye"
+                self._audience.lose(peer, text, returns=message.returns)
             case _:
                 raise ControlError(f"a source takes no {type(message).__name__}")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from streamsync.digest.compiled import compile_bucket
 from streamsync.errors import PlanError, StreamsyncError, TransportError
 from streamsync.plan.check import check_share
+from streamsync.plan.resolve import resolve
 from streamsync.runtime.pool import frame_bytes
 from streamsync.stages.copies import prepare_copies
 from streamsync.stages.stream import Stream
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from streamsync.layout.binding import Binding
     from streamsync.plan.plan import Share
     from streamsync.runtime.pool import Account, Pool
+    from streamsync.stages.copies import BucketCopies
 
 
 class Streams:
@@ -73,10 +75,14 @@ class Streams:
         check_share(share, self._binding.layout)
         return Stream(
             share,
-            prepare_copies(share, self._binding, at_source=True),
+            self._copies(share),
             [compile_bucket(share, b) for b in share.buckets] if self._digest else None,
             account,
         )
+
+    def _copies(self, share: Share) -> list[BucketCopies]:
+        views = resolve(share, self._binding.layout, at_source=True)
+        return prepare_copies(share, views, self._binding, at_source=True)
 
     async def rebind(self) -> None:
         """Looks the parameters up again: a trainer may have replaced their memory."""
@@ -86,7 +92,7 @@ class Streams:
         for stream in self._streams:
             stream.copies[:] = await loop.run_in_executor(
                 self._executor,
-                partial(prepare_copies, stream.share, self._binding, at_source=True),
+                partial(self._copies, stream.share),
             )
 
     def keep_only(self, used: Iterable[Stream]) -> None:

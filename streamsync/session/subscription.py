@@ -14,11 +14,11 @@ from streamsync.control.place import watch_process
 from streamsync.control.sockets import Dialer
 from streamsync.digest.compiled import compile_bucket
 from streamsync.errors import (
-    StreamsyncError,
     TransportError,
     root_error,
 )
 from streamsync.plan.plan import Share, share_digest
+from streamsync.plan.resolve import resolve
 from streamsync.runtime.pool import frame_bytes
 from streamsync.session.sink_peer import SinkPeer
 from streamsync.stages.copies import prepare_copies
@@ -26,11 +26,12 @@ from streamsync.stages.load import Feed
 from streamsync.transports.choice import choose
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Iterable
     from concurrent.futures import Executor
 
     from streamsync.config import Config
     from streamsync.control.curve import Curve
+    from streamsync.control.found import SourceInfo
     from streamsync.layout.binding import Binding
     from streamsync.plan.plan import Plan
     from streamsync.runtime.pool import Pool
@@ -47,8 +48,9 @@ class Subscriptions:
     def __init__(
         self,
         curve: Curve,
-        sink: str,
         replica: str,
+        rank: int,
+        num_ranks: int,
         place: m.Place,
         binding: Binding,
         config: Config,
@@ -61,8 +63,10 @@ class Subscriptions:
         lost: Callable[[str, str], None],
     ) -> None:
         self._curve = curve
-        self._sink = sink
+        self._sink = f"{replica}/{rank}"
         self._replica = replica
+        self._rank = rank
+        self._num_ranks = num_ranks
         self._place = place
         self._binding = binding
         self._config = config
@@ -74,58 +78,56 @@ class Subscriptions:
         self._lost = lost
         self.peers: dict[str, SinkPeer] = {}
         self._sessions: dict[str, asyncio.Task[None]] = {}
-        self._sources: tuple[m.SourceInfo, ...] = ()
-        self._plan: Plan | None = None
-        self._shares: list[tuple[Share, Share]] = []
+        self._infos: dict[str, SourceInfo] = {}
+        self._shares: dict[str, Share] = {}
         self._feeds: dict[str, Feed] = {}
         self._missed: list[tuple[str, Version]] = []
 
-    def is_planned_for(self, sources: tuple[m.SourceInfo, ...]) -> bool:
-        """Whether the current plan was made for exactly these sources in these lives."""
-        return self._plan is not None and [(s.name, s.incarnation) for s in sources] == [
-            (s.name, s.incarnation) for s in self._sources
-        ]
+    async def use_plan(self, plan: Plan, sources: tuple[SourceInfo, ...]) -> None:
+        """Takes a plan, and ends the sessions that it changes: those with other shares than before
+        or with sources in another life.
 
-    def use_plan(self, plan: Plan, sources: tuple[m.SourceInfo, ...]) -> None:
-        """Takes a new plan; call after `drop_all`. The coordinator's rank (rank 0) also has a
-        session with every source that sends it nothing: through it each source learns of the
-        replica and of its outcomes. A rank that needs nothing at all has one with the first source,
-        through which it hears of versions."""
-        self._plan, self._sources, self._feeds = plan, sources, {}
-        self._shares = list(zip(plan.source_shares, plan.sink_shares, strict=True))
-        needed = {share.source for share in plan.source_shares}
-        if self._sink.endswith("/0"):
-            idle = [info.name for info in sources if info.name not in needed]
-        else:
-            idle = [] if needed else [sources[0].name]
+        Source number i also has a session with rank i modulo the number of ranks, where that takes
+        no bytes from it: through one rank at least, each source learns of the replica and of its
+        outcomes. A rank that would have none has one with some source, to hear of versions.
+        """
+        needed = {share.source: share for share in plan.shares}
+        idle = [info.name for info in sources[self._rank :: self._num_ranks]]
+        if not needed and not idle:
+            idle = [sources[self._rank % len(sources)].name]
         for name in idle:
-            empty = Share(
-                source=name,
-                sink=self._sink,
-                tensors=(),
-                groups=(),
-                buckets=(),
-                digest=0,
-                membership_epoch=plan.membership_epoch,
-            )
-            empty = msgspec.structs.replace(empty, digest=share_digest(empty))
-            self._shares.append((empty, empty))
+            if name not in needed:
+                needed[name] = _empty_share(name, self._sink, plan.membership_epoch)
+        infos = {info.name: info for info in sources if info.name in needed}
+        changed = [
+            name
+            for name, share in self._shares.items()
+            if name not in needed
+            or needed[name].digest != share.digest
+            or infos[name] != self._infos[name]
+        ]
+        await self._drop(changed, "the plan changed", returning=set(needed))
+        for name in changed:
+            self._feeds.pop(name, None)
+        self._infos, self._shares = (
+            infos,
+            needed | {name: share for name, share in self._shares.items() if name not in changed},
+        )
 
     async def connect(self) -> None:
         """Opens every session that is missing; raises the first error after trying all."""
-        infos = {info.name: info for info in self._sources}
-        missing = [(ours, theirs) for ours, theirs in self._shares if ours.source not in self.peers]
+        missing = [name for name in self._shares if name not in self.peers]
         results = await asyncio.gather(
-            *(self._open(infos[source.source], source, sink) for source, sink in missing),
+            *(self._open(self._infos[name], self._shares[name]) for name in missing),
             return_exceptions=True,
         )
         for result in results:
             if isinstance(result, BaseException):
                 raise result
 
-    async def _open(self, info: m.SourceInfo, source_share: Share, sink_share: Share) -> None:
+    async def _open(self, info: SourceInfo, share: Share) -> None:
         opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        task = self._spawn(self._session(info, source_share, sink_share, opened))
+        task = self._spawn(self._session(info, share, opened))
         self._sessions[info.name] = task
         try:
             await asyncio.shield(opened)
@@ -136,9 +138,8 @@ class Subscriptions:
 
     async def _session(
         self,
-        info: m.SourceInfo,
-        source_share: Share,
-        sink_share: Share,
+        info: SourceInfo,
+        share: Share,
         opened: asyncio.Future[None],
     ) -> None:
         """The whole life of one session; ends when it is lost or cancelled."""
@@ -168,7 +169,7 @@ class Subscriptions:
             async with asyncio.TaskGroup() as tasks:
                 running = tasks.create_task(dialer.run())
                 try:
-                    peer = await self._subscribe(dialer, info, source_share, sink_share, linked)
+                    peer = await self._subscribe(dialer, info, share, linked)
                     self.peers[info.name] = peer
                     for message in early:
                         self._message(peer, message)
@@ -205,13 +206,12 @@ class Subscriptions:
     async def _subscribe(
         self,
         dialer: Dialer,
-        info: m.SourceInfo,
-        source_share: Share,
-        sink_share: Share,
+        info: SourceInfo,
+        share: Share,
         linked: asyncio.Future[m.Linked],
     ) -> SinkPeer:
         seconds = self._config.deadlines.connect
-        await dialer.connect(seconds)
+        await dialer.connect(seconds, patient=False)
         ours, theirs = self._place, info.place
         choice = choose(
             self._config.transport,
@@ -225,7 +225,7 @@ class Subscriptions:
         feed = self._feeds.get(info.name)
         if feed is None:
             feed = self._feeds[info.name] = await asyncio.get_running_loop().run_in_executor(
-                self._executor, partial(self._prepare, sink_share)
+                self._executor, partial(self._prepare, share)
             )
         answer = await dialer.request(
             m.Subscribe(
@@ -233,7 +233,7 @@ class Subscriptions:
                 sink=self._sink,
                 replica=self._replica,
                 incarnation=self._place.process_id,
-                share=source_share,
+                share=share,
                 transport=choice.name,
                 transport_address=transport.address(),
                 place=self._place,
@@ -249,22 +249,23 @@ class Subscriptions:
             async with asyncio.timeout(seconds):
                 missed = (await asyncio.shield(linked)).missed
             account = None
-            frames = sum(frame_bytes(b.nbytes) for b in sink_share.buckets)
+            frames = sum(frame_bytes(b.nbytes) for b in share.buckets)
             if not link.in_place or frames > answer.lease_bytes:
                 # The source's pool could not hold back all of a version for a sink that arms late.
-                account = self._pool.open_account(info.name, sink_share.max_bucket_bytes, frames)
+                account = self._pool.open_account(info.name, share.max_bucket_bytes, frames)
         except BaseException as error:
             dialer.send(m.Goodbye(text=f"it could not take its share: {error}"))
             await link.abort()
             raise
         if missed is not None:
             self._missed.append((info.name, missed))
-        return SinkPeer(info.name, sink_share, feed, dialer, link, choice.name, account)
+        return SinkPeer(info.name, share, feed, dialer, link, choice.name, account)
 
     def _prepare(self, share: Share) -> Feed:
+        views = resolve(share, self._binding.layout, at_source=False)
         return Feed(
             share,
-            prepare_copies(share, self._binding, at_source=False),
+            prepare_copies(share, views, self._binding, at_source=False),
             [compile_bucket(share, b) for b in share.buckets] if self._config.digest else None,
         )
 
@@ -273,33 +274,34 @@ class Subscriptions:
         missed, self._missed = self._missed, []
         return missed
 
-    async def refuse(self, sources: tuple[m.SourceInfo, ...], text: str) -> None:
-        """Tells every source that no plan with it is possible, so that the trainer sees why."""
-        seconds = self._config.deadlines.connect
-        for info in sources:
-            dialer = Dialer(self._curve, info.endpoint, info.name, lambda _m: None, lambda _t: None)
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    running = tasks.create_task(dialer.run())
-                    try:
-                        await dialer.connect(seconds)
-                        dialer.send(m.PlanRefused(sink=self._sink, text=text))
-                        await asyncio.sleep(0.1)
-                    finally:
-                        running.cancel()
-            except* StreamsyncError:
-                _log.warning("%s could not tell %s of its refusal", self._sink, info.name)
-            finally:
-                dialer.close()
-
     async def drop_all(self, text: str) -> None:
         """Ends every session; none is reported as lost."""
-        tasks = list(self._sessions.values())
-        self._sessions.clear()
-        for peer in list(self.peers.values()):
-            peer.tell(m.Goodbye(text=text))
+        await self._drop(list(self._sessions), text, returning=set())
+
+    async def _drop(self, sources: Iterable[str], text: str, *, returning: set[str]) -> None:
+        tasks = []
+        for name in sources:
+            peer = self.peers.get(name)
+            if peer is not None:
+                peer.tell(m.Goodbye(text=text, returns=name in returning))
+            task = self._sessions.pop(name, None)
+            if task is not None:
+                tasks.append(task)
         await asyncio.sleep(0)
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+
+
+def _empty_share(source: str, sink: str, membership_epoch: int) -> Share:
+    share = Share(
+        source=source,
+        sink=sink,
+        tensors=(),
+        groups=(),
+        buckets=(),
+        digest=0,
+        membership_epoch=membership_epoch,
+    )
+    return msgspec.structs.replace(share, digest=share_digest(share))

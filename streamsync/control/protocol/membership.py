@@ -35,11 +35,51 @@ class Joined:
 
 
 @dataclass(slots=True)
+class Unit:
+    """The registered ranks of one source group or replica. `held` is the epoch that `num_holding`
+    of them hold since it was opened; `brought` are those of members that joined since."""
+
+    role: Role
+    num_ranks: int
+    names: dict[int, str] = field(default_factory=dict)
+    held: int = 0
+    num_holding: int = 0
+    brought: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every rank is registered."""
+        return len(self.names) == self.num_ranks
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that are not."""
+        return [rank for rank in range(self.num_ranks) if rank not in self.names]
+
+    def drop(self, rank: int) -> None:
+        """Forgets a rank."""
+        if self.brought.pop(self.names.pop(rank), None) is None:
+            self.num_holding -= 1
+
+    def epochs(self) -> set[int]:
+        """Every epoch that a member holds; 0 stands for none."""
+        return set(self.brought.values()) | ({self.held} if self.num_holding else set())
+
+    def open_epoch(self, epoch: int) -> None:
+        """All members hold `epoch` now, so that the next one to join again with none (a restart)
+        opens a new one."""
+        self.held, self.num_holding = epoch, len(self.names)
+        self.brought.clear()
+
+
+@dataclass(slots=True)
 class Membership:
-    """Members by name; every change raises `membership_epoch`."""
+    """Members by name; every change raises `membership_epoch`. Costs nothing that grows with the
+    number of members, but for a group that becomes complete."""
 
     membership_epoch: int = 0
     members: dict[str, Member] = field(default_factory=dict)
+    units: dict[str, Unit] = field(default_factory=dict)
     epochs: dict[str, int] = field(default_factory=dict)
 
     def join(self, member: Member, clock: int) -> Joined | str:
@@ -54,16 +94,21 @@ class Membership:
         before = self.members.get(member.name)
         if before is not None and before.incarnation == member.incarnation:
             return Joined(replaced=False)
+        if before is not None:
+            self._drop(before)
         self.members[member.name] = member
         self.membership_epoch += 1
-        if member.role == "source" and self.is_complete(member.unit, "source"):
-            held = {m.epoch for m in self.of(member.unit, "source")}
+        unit = self.units.setdefault(member.unit, Unit(member.role, member.num_ranks))
+        unit.names[member.rank] = member.name
+        unit.brought[member.name] = member.epoch
+        if member.role == "source" and unit.is_complete:
+            held = unit.epochs()
             last = self.epochs.get(member.unit, 0)
             if len(held) == 1 and 0 not in held and max(held) >= last:
                 self.epochs[member.unit] = max(held)
             else:
                 self.epochs[member.unit] = max(last + 1, max(held) + 1, clock)
-            self._hold(member.unit)
+            unit.open_epoch(self.epochs[member.unit])
         return Joined(replaced=before is not None)
 
     def leave(self, name: str, incarnation: str) -> bool:
@@ -71,44 +116,48 @@ class Membership:
         member = self.members.get(name)
         if member is None or member.incarnation != incarnation:
             return False
-        del self.members[name]
+        self._drop(member)
         self.membership_epoch += 1
         return True
 
     def of(self, unit: str, role: Role) -> list[Member]:
         """Members of a source group or replica, by rank."""
-        found = [m for m in self.members.values() if m.unit == unit and m.role == role]
-        return sorted(found, key=lambda m: m.rank)
+        found = self.units.get(unit)
+        if found is None or found.role != role:
+            return []
+        return [self.members[found.names[rank]] for rank in sorted(found.names)]
 
     def is_complete(self, unit: str, role: Role) -> bool:
         """Whether every rank of it is registered."""
-        members = self.of(unit, role)
-        return bool(members) and len(members) == members[0].num_ranks
+        found = self.units.get(unit)
+        return found is not None and found.role == role and found.is_complete
 
     def source_units(self) -> list[str]:
         """Source groups with at least one member."""
-        return sorted({m.unit for m in self.members.values() if m.role == "source"})
+        return sorted(name for name, unit in self.units.items() if unit.role == "source")
 
-    def _hold(self, unit: str) -> None:
-        """All members of a complete group now hold its epoch, so that the next one to join again
-        with none (a restart) opens a new one."""
-        epoch = self.epochs[unit]
-        for m in self.of(unit, "source"):
-            self.members[m.name] = Member(
-                m.name, m.role, m.unit, m.rank, m.num_ranks, m.endpoint, m.incarnation, epoch
-            )
+    def _drop(self, member: Member) -> None:
+        del self.members[member.name]
+        unit = self.units[member.unit]
+        unit.drop(member.rank)
+        if not unit.names:
+            del self.units[member.unit]
 
     def _problem(self, member: Member) -> str:
         if not 0 <= member.rank < member.num_ranks:
             return f"rank {member.rank} is not below num_ranks {member.num_ranks}"
-        for other in self.of(member.unit, member.role):
-            if other.num_ranks != member.num_ranks:
-                return (
-                    f"{member.unit} has num_ranks={other.num_ranks} by {other.name}, "
-                    f"but {member.name} says {member.num_ranks}"
-                )
-            if other.rank == member.rank and other.name != member.name:
-                return f"rank {member.rank} of {member.unit} is taken by {other.name}"
-        if any(m.unit == member.unit and m.role != member.role for m in self.members.values()):
+        unit = self.units.get(member.unit)
+        if unit is None:
+            return ""
+        if unit.role != member.role:
             return f"{member.unit} is already the name of a unit of the other role"
+        holder = unit.names.get(member.rank)
+        if holder is not None and holder != member.name:
+            return f"rank {member.rank} of {member.unit} is taken by {holder}"
+        others = (name for name in unit.names.values() if name != member.name)
+        if unit.num_ranks != member.num_ranks and (other := next(others, None)) is not None:
+            return (
+                f"{member.unit} has num_ranks={unit.num_ranks} by {other}, "
+                f"but {member.name} says {member.num_ranks}"
+            )
         return ""
