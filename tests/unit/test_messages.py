@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from streamsync.control import messages as m
 from streamsync.errors import ControlError
-from streamsync.layout.region import Box, Entry, Layout, TensorSpec, View
+from streamsync.layout.outline import Outline, Record
+from streamsync.layout.region import Box
 from streamsync.types import Version
 
 MESSAGES: tuple[type[m.Message], ...] = get_args(m.AnyMessage)
@@ -21,12 +22,10 @@ MESSAGES: tuple[type[m.Message], ...] = get_args(m.AnyMessage)
 # Sized so that one message draws in a moment; geometry and plans have tests of their own.
 words = st.text(max_size=4)
 numbers = st.integers(-(2**63), 2**63 - 1)
-layouts = st.just(
-    Layout(
-        tensors=(TensorSpec("model.norm.weight", (4, 2), "float32"),),
-        entries=(Entry(0, Box((0, 0), (4, 2)), View(0, 0, (2, 1))),),
-    )
+record = Record(
+    "model.layers.{}.norm.weight", (((0, 3), (5, 6)),), (4, 2), "float32", (Box((0, 0), (4, 2)),)
 )
+outlines = st.just(Outline(records=(record,), ties={"head.weight": "embed.weight"}))
 
 
 def structs(kind: type[Any]) -> st.SearchStrategy[Any]:
@@ -38,12 +37,16 @@ def values(kind: type[Any], field: Any) -> st.SearchStrategy[Any]:
     arguments = get_args(field)
     if get_origin(field) is tuple and arguments[-1] is Ellipsis:
         return st.lists(values(kind, arguments[0]), max_size=2).map(tuple)
+    if get_origin(field) is tuple:
+        return st.tuples(*(values(kind, argument) for argument in arguments))
     if get_origin(field) in (Union, UnionType):
         return st.one_of(*(values(kind, argument) for argument in arguments))
     if field in (int, str):
         return {int: numbers, str: words}[field]
-    if field is Layout:
-        return layouts
+    if field is Outline:
+        return outlines
+    if field is Record:
+        return st.just(record)
     if isinstance(field, type) and issubclass(field, msgspec.Struct):
         return structs(field)
     return st.from_type(field)
@@ -165,7 +168,7 @@ def test_what_is_not_a_message_is_refused(data: bytes) -> None:
 )
 def test_a_promise_of_more_than_there_is_takes_no_memory(header: bytes) -> None:
     """A list that says it has 4 billion items must not make room for them."""
-    whole = wire(type="Sources", membership_epoch=1, sources=[])
+    whole = wire(type="AskSources", sink="e/0", question_digest="", question=[])
     empty = whole.rindex(b"\x90")
     with pytest.raises(ControlError):
         m.decode(whole[:empty] + header + whole[empty + 1 :])
