@@ -1,4 +1,4 @@
-"""What the pipeline benchmark can be told."""
+"""What the benchmarks can be told."""
 
 from __future__ import annotations
 
@@ -44,6 +44,20 @@ class PipelineOptions:
             raise ConfigError(
                 f"--tensors {self.tensors} tensors of 2 bytes or more need at least as many --bytes"
             )
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class PlanOptions:
+    """Options of `streamsync bench plan`."""
+
+    model: str = ""
+    """Only rows of this model; empty: all."""
+    rows: str = ""
+    """Only rows with this many ranks (`512→256`, also written `512:256`); empty: all."""
+    quick: bool = False
+    """Only the smallest clusters: seconds."""
+    json: Path | None = None
+    """Where the results go; `-` is stdout."""
 
 
 _UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6}
