@@ -12,6 +12,7 @@ from streamsync.errors import LayoutError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from streamsync.layout.landing import Landing
     from streamsync.layout.region import Layout, View
 
 
@@ -35,22 +36,42 @@ class Binding:
     `storages[k]` is any tensor whose untyped storage is storage number k of the layout's views; the
     binding keeps it alive, so that an address is never reused by another tensor. `refresh`, when
     given, returns the storages as they are now (a trainer may have replaced a parameter's memory)
-    or raises `LayoutError` if the geometry changed.
+    or raises `LayoutError` if the geometry changed. `landings` finish at a sink what copying alone
+    can't; the memory that they stage tensors in is among `storages`. A binding on the meta device
+    has no memory and serves plans only.
     """
 
     layout: Layout
     storages: Sequence[torch.Tensor]
     refresh: Callable[[], Sequence[torch.Tensor]] | None = None
+    landings: tuple[Landing, ...] = ()
 
     def view(self, view: View, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The live memory of `view` as a tensor of `shape` (elements); no copy, no ownership."""
+        """The live memory of `view` as a tensor of `shape` (elements); no copy, no ownership.
+
+        Raises `LayoutError` for a binding on the meta device.
+        """
         base = self.storages[view.storage].detach()
+        if base.is_meta:
+            raise LayoutError(
+                "this layout was recorded from a module on the meta device: it serves plans, but "
+                "no bytes can move through it; bind a module that has memory"
+            )
         flat = torch.empty(0, dtype=dtype, device=base.device)
         return flat.set_(base.untyped_storage(), view.offset, shape, view.strides)
 
     def addresses(self) -> tuple[int, ...]:
-        """Where each storage begins now; changes when a storage was replaced."""
-        return tuple(t.untyped_storage().data_ptr() for t in self.storages)
+        """Where each storage begins now; changes when a storage was replaced. On the meta device,
+        where nothing begins anywhere, they are numbers far apart."""
+        return tuple(
+            (number + 1) << 42 if t.is_meta else t.untyped_storage().data_ptr()
+            for number, t in enumerate(self.storages)
+        )
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory in which tensors wait for their landings, allocated once."""
+        return sum(t.untyped_storage().nbytes() for x in self.landings for t in x.staging)
 
     def rebind(self) -> bool:
         """Looks the storages up again; returns whether any moved (views must then be remade)."""
