@@ -174,12 +174,12 @@ def _layer(
 IDS = torch.tensor([[1, 17, 33, 99, 400, 7, 250, 3]])
 
 
-def logits_error(
-    scenario: Scenario, chunks: list[torch.nn.Module], exported: dict[str, torch.Tensor]
-) -> float:
-    """The largest difference of logits between Megatron and transformers given the export.
+def logits_errors(
+    scenario: Scenario, chunks: list[torch.nn.Module], *exports: dict[str, torch.Tensor]
+) -> list[float]:
+    """The largest difference of logits between Megatron and transformers given each export.
 
-    All ranks call it, and all get the same answer.
+    All ranks call it; rank 0 has the exports, and gets the answer.
     """
     ours = logits(scenario, chunks, IDS)
     # Ranks of the last pipeline stage come last.
@@ -188,12 +188,33 @@ def logits_error(
     if dist.get_rank() != last:
         ours = torch.empty(shape, dtype=getattr(torch, scenario.dtype))
     dist.broadcast(ours, last)
-    error = torch.zeros(1)
-    if dist.get_rank() == 0:
-        theirs = _transformers_logits(scenario.config, exported, ours.dtype)
-        error[0] = (ours[..., : scenario.config["vocab_size"]] - theirs).abs().max()
-    dist.broadcast(error, 0)
-    return error.item()
+    if dist.get_rank():
+        return []
+    ours = ours[..., : scenario.config["vocab_size"]]
+    return [
+        (ours - _transformers_logits(scenario.config, exported, ours.dtype)).abs().max().item()
+        for exported in exports
+    ]
+
+
+def spoiled(
+    config: dict[str, Any], exported: dict[str, torch.Tensor]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Exports that are wrong in the ways that exports are, by what is wrong with them."""
+
+    def swapped(one: str, other: str) -> dict[str, torch.Tensor]:
+        return {
+            name.replace(one, "?").replace(other, one).replace("?", other): tensor
+            for name, tensor in exported.items()
+        }
+
+    query = "model.layers.0.self_attn.q_proj.weight"
+    heads = exported[query].view(-1, config["head_dim"], config["hidden_size"])
+    return {
+        "gate and up swapped": swapped(".gate_proj.", ".up_proj."),
+        "keys and values swapped": swapped(".k_proj.", ".v_proj."),
+        "query heads off by one": {**exported, query: heads.roll(1, 0).flatten(0, 1)},
+    }
 
 
 def _transformers_logits(

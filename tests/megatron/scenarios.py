@@ -100,6 +100,9 @@ class Scenario:
     wrapped: bool = False
     """In Megatron's wrappers (Float16Module, DistributedDataParallel)."""
 
+    spoils: bool = False
+    """Also shows that wrong exports of it are seen."""
+
     @property
     def name(self) -> str:
         """Short, and of use as a file name."""
