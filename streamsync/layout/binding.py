@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from streamsync.layout.computation import Computation
+    from streamsync.layout.landing import Landing
     from streamsync.layout.region import Layout, View
 
 
@@ -37,23 +38,43 @@ class Binding:
     binding keeps it alive, so that an address is never reused by another tensor. `refresh`, when
     given, returns the storages as they are now (a trainer may have replaced a parameter's memory)
     or raises `LayoutError` if the geometry changed. `computed` names the tensors of a source whose
-    values are not simply what their memory holds.
+    values are not simply what their memory holds. `landings` finish at a sink what copying alone
+    can't; the memory that they stage tensors in is among `storages`. A binding on the meta device
+    has no memory and serves plans only.
     """
 
     layout: Layout
     storages: Sequence[torch.Tensor]
     refresh: Callable[[], Sequence[torch.Tensor]] | None = None
     computed: Mapping[str, Computation] = field(default_factory=dict)
+    landings: tuple[Landing, ...] = ()
 
     def view(self, view: View, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The live memory of `view` as a tensor of `shape` (elements); no copy, no ownership."""
+        """The live memory of `view` as a tensor of `shape` (elements); no copy, no ownership.
+
+        Raises `LayoutError` for a binding on the meta device.
+        """
         base = self.storages[view.storage].detach()
+        if base.is_meta:
+            raise LayoutError(
+                "this layout was recorded from a module on the meta device: it serves plans, but "
+                "no bytes can move through it; bind a module that has memory"
+            )
         flat = torch.empty(0, dtype=dtype, device=base.device)
         return flat.set_(base.untyped_storage(), view.offset, shape, view.strides)
 
     def addresses(self) -> tuple[int, ...]:
-        """Where each storage begins now; changes when a storage was replaced."""
-        return tuple(t.untyped_storage().data_ptr() for t in self.storages)
+        """Where each storage begins now; changes when a storage was replaced. On the meta device,
+        where nothing begins anywhere, they are numbers far apart."""
+        return tuple(
+            (number + 1) << 42 if t.is_meta else t.untyped_storage().data_ptr()
+            for number, t in enumerate(self.storages)
+        )
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory in which tensors wait for their landings, allocated once."""
+        return sum(t.untyped_storage().nbytes() for x in self.landings for t in x.staging)
 
     def rebind(self) -> bool:
         """Looks the storages up again; returns whether any moved (views must then be remade)."""

@@ -31,23 +31,24 @@ class Held:
     parts: tuple[tuple[Box, torch.Tensor], ...]
 
 
-def hold(name: str, tensor: torch.Tensor) -> Held:
+def hold(name: str, tensor: torch.Tensor, *, allow_meta: bool = False) -> Held:
     """What this rank holds of `tensor`, called `name`: all of a plain one, its shard of a DTensor.
 
     Nothing is copied; the parts are the live memory. Raises `LayoutError`, with the name and what
-    to do, for memory that has no strided view of a dtype that travels.
+    to do, for memory that has no strided view of a dtype that travels, and for no memory at all
+    unless `allow_meta` says that only a plan will be made of it.
     """
     shape = tuple(tensor.shape)
     if isinstance(tensor, DTensor):
         box, local = local_part(name, tensor)
     else:
         box, local = Box.whole(shape), tensor.detach()
-    _check(name, local)
+    _check(name, local, allow_meta=allow_meta)
     spec = TensorSpec(name, shape, dtype_name(local.dtype))
     return Held(spec, tensor, ((box, local),) if box.numel else ())
 
 
-def _check(name: str, tensor: torch.Tensor) -> None:
+def _check(name: str, tensor: torch.Tensor, *, allow_meta: bool) -> None:
     def refuse(what: str, do: str) -> LayoutError:
         return LayoutError(f"{what} can't travel; {do}", tensor=name)
 
@@ -57,7 +58,7 @@ def _check(name: str, tensor: torch.Tensor) -> None:
             f"a {type(tensor).__name__} (a tensor made of several others)",
             "bind its plain parts under their own names",
         )
-    if tensor.is_meta:
+    if tensor.is_meta and not allow_meta:
         raise refuse("a meta tensor has no memory and", "materialise the model first")
     if tensor.layout is not torch.strided:
         raise refuse(f"a sparse tensor ({tensor.layout})", "densify it with .to_dense()")
@@ -101,7 +102,10 @@ def assemble(
         memory: tuple[object, ...] = (
             spec.shape,
             spec.dtype,
-            *((box, part.device, part.data_ptr(), part.stride()) for box, part in item.parts),
+            *(
+                (box, part.device, _meta_id(part), part.data_ptr(), part.stride())
+                for box, part in item.parts
+            ),
             *(() if item.parts else (id(item.origin),)),
         )
         if owners.setdefault(memory, spec.name) != spec.name:
@@ -109,7 +113,7 @@ def assemble(
             continue
         for box, part in item.parts:
             storage = part.untyped_storage()
-            key = (part.device, storage.data_ptr(), storage.nbytes())
+            key = (part.device, _meta_id(part), storage.data_ptr(), storage.nbytes())
             number = numbers.setdefault(key, len(storages))
             if number == len(storages):
                 storages.append(part)
@@ -117,6 +121,11 @@ def assemble(
             entries.append(Entry(len(specs) - 1, box, view))
     layout = Layout(tensors=tuple(specs), entries=tuple(entries), ties=ties)
     return Binding(layout=layout, storages=tuple(storages), refresh=refresh)
+
+
+def _meta_id(tensor: torch.Tensor) -> int:
+    """What tells storages on the meta device apart, where all addresses begin at 0."""
+    return int(tensor.untyped_storage()._cdata) if tensor.is_meta else 0
 
 
 def refreshed(old: Layout, now: Binding, hint: str) -> Sequence[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""A module's memory while its loader is recorded: copies are noted, writes prevented."""
+"""A module's memory while its loader is recorded: copies and fills are noted, writes prevented."""
 
 from __future__ import annotations
 
@@ -12,25 +12,52 @@ from streamsync.errors import LayoutError
 from streamsync.layout.binding import Binding, dtype_name
 from streamsync.layout.module import module_tensors
 from streamsync.layout.region import TensorSpec, View
-from streamsync.layout.trace import Fragment, Trace, identity, written_tensors
+from streamsync.layout.trace import Fragment, Trace, identity, tensors_in, written_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
 
 aten = torch.ops.aten
 
+_FILLS = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
+
 
 @dataclass(slots=True, frozen=True)
 class Owner:
-    """A tensor of the module: its place in `Layout.tensors` of the module's own layout."""
+    """A tensor of the module: its place in `Layout.tensors` of the module's own layout.
+
+    `begin` is the first of its elements in the storage that the loader sees, which is another than
+    that of `view` when the binding receives the tensor elsewhere.
+    """
 
     name: str
     number: int
     spec: TensorSpec
+    begin: int
     view: View | None
     """None where writes are prevented and not recorded: what no checkpoint has."""
+
+
+@dataclass(slots=True, frozen=True)
+class Write:
+    """What the loader wrote to `owner`: a fragment of a probe, or (None) values that no checkpoint
+    has a part in. `view` of `shape` is in the numbering of the module's own layout."""
+
+    owner: Owner
+    shape: tuple[int, ...]
+    view: View
+    fragment: Fragment | None
+
+
+@dataclass(slots=True, frozen=True)
+class Refusal:
+    """More than copying, and why: `owners` (the module's names) got it, from `probes`."""
+
+    owners: frozenset[str]
+    probes: frozenset[str]
+    reason: str
 
 
 def owners_of(module: nn.Module, own: Binding) -> dict[int, list[Owner]]:
@@ -50,7 +77,8 @@ def owners_of(module: nn.Module, own: Binding) -> dict[int, list[Owner]]:
         if tensor.numel() == 0:
             continue
         number = numbers[first]
-        owner = Owner(first, number, own.layout.tensors[number], views[first])
+        begin = int(tensor.storage_offset())
+        owner = Owner(first, number, own.layout.tensors[number], begin, views[first])
         known = owners.setdefault(identity(tensor), [])
         if owner not in known:
             known.append(owner)
@@ -60,20 +88,21 @@ def owners_of(module: nn.Module, own: Binding) -> dict[int, list[Owner]]:
         for name, value in others.items():
             if value is not None and value.numel() and identity(value) not in owners:
                 spec = TensorSpec(f"{prefix}.{name}".lstrip("."), tuple(value.shape), "")
-                owners[identity(value)] = [Owner(spec.name, -1, spec, None)]
+                owners[identity(value)] = [Owner(spec.name, -1, spec, 0, None)]
     return owners
 
 
 class Intercept(Trace):  # type: ignore[no-untyped-call] # torch's base is untyped
-    """Notes copies from probes to the module's memory; lets nothing else write there."""
+    """Notes what is written to the module's memory, in order; lets nothing be written there."""
 
     def __init__(
         self, probes: Mapping[str, torch.Tensor], owners: Mapping[int, list[Owner]]
     ) -> None:
         super().__init__(probes)
         self._owners = owners
-        self.copies: list[tuple[Owner, Fragment]] = []
-        self.refused: list[tuple[set[str], set[str], str]] = []
+        self._loaded: dict[int, set[str]] = {}
+        self.writes: list[Write] = []
+        self.refusals: list[Refusal] = []
         self.empty: set[str] = set()
 
     def __torch_dispatch__(
@@ -95,9 +124,12 @@ class Intercept(Trace):  # type: ignore[no-untyped-call] # torch's base is untyp
         elif func is aten._foreach_copy_.default:
             for target, source in zip(args[0], args[1], strict=True):
                 self.__torch_dispatch__(aten.copy_.default, (), (target, source))
+        elif func in _FILLS and not any(self.names(t) for t in tensors_in(args[1:])):
+            self._fill(args[0])
         else:
-            probes = {name for t in _tensors((args, kwargs)) for name in self.names(t)}
+            probes = {name for t in tensors_in((args, kwargs)) for name in self.names(t)}
             for target in targets:
+                self._note(target, probes)
                 owners = {owner.name for owner in self._touched(target) if owner.view or probes}
                 if owners:
                     self.refuse(owners, probes, f"the loader writes it with {func}")
@@ -108,9 +140,17 @@ class Intercept(Trace):  # type: ignore[no-untyped-call] # torch's base is untyp
             return targets[0]
         return tuple(targets) if returns else None
 
+    def names(self, tensor: torch.Tensor) -> set[str]:
+        """The probes that had a part in `tensor`'s memory, also where it is the module's."""
+        return super().names(tensor) | self._loaded.get(identity(tensor), set())
+
     def refuse(self, owners: set[str], probes: set[str], reason: str) -> None:
         """Notes that `owners` (the module's names) get more than copies, from `probes` if any."""
-        self.refused.append((owners, probes, reason))
+        self.refusals.append(Refusal(frozenset(owners), frozenset(probes), reason))
+
+    def _note(self, target: torch.Tensor, probes: set[str]) -> None:
+        # What is read from there later is the checkpoint's too.
+        self._loaded.setdefault(identity(target), set()).update(probes)
 
     def _touched(self, target: torch.Tensor) -> list[Owner]:
         owners = self._owners[identity(target)]
@@ -122,39 +162,57 @@ class Intercept(Trace):  # type: ignore[no-untyped-call] # torch's base is untyp
             for owner in owners
             if owner.view is None
             or (
-                owner.view.offset * owner.spec.itemsize < end
+                owner.begin * owner.spec.itemsize < end
                 and begin
-                < (owner.view.offset + 1 + _reach(owner.spec.shape, owner.view.strides))
+                < (owner.begin + 1 + _reach(owner.spec.shape, owner.view.strides))
                 * owner.spec.itemsize
             )
         ]
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def _place(self, target: torch.Tensor) -> tuple[Owner, View] | None:
+        """The one owner that `target` lies in, and its view there; None if it is not so simple."""
         owners = self._touched(target)
-        names = {owner.name for owner in owners}
+        if len(owners) != 1 or owners[0].view is None:
+            return None
+        owner, view = owners[0], owners[0].view
+        if owner.spec.dtype != dtype_name(target.dtype):
+            return None
+        offset = view.offset + int(target.storage_offset()) - owner.begin
+        return owner, View(view.storage, offset, tuple(target.stride()))
+
+    def _fill(self, target: torch.Tensor) -> None:
+        place = self._place(target)
+        if place is not None:
+            self.writes.append(Write(place[0], tuple(target.shape), place[1], None))
+            return
+        owners = {owner.name for owner in self._touched(target) if owner.view}
+        if owners:
+            self.refuse(owners, set(), "the loader fills a part of it in some other shape")
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         probes = self.names(source)
         if not probes:
-            if any(owner.view for owner in owners):
-                self.refuse(names, set(), "the loader copies values there that it made itself")
+            self._fill(target)
             return
-        dtypes = {owner.spec.dtype for owner in owners}
-        if len(owners) != 1 or owners[0].view is None or dtypes != {dtype_name(target.dtype)}:
-            self.refuse(set(), probes, f"it is loaded into a part of {', '.join(sorted(names))}")
+        self._note(target, probes)
+        owners = {owner.name for owner in self._touched(target)}
+        place = self._place(target)
+        if place is None:
+            self.refuse(owners, probes, "it is loaded into memory that is not one parameter's")
             return
-        view = View(owners[0].view.storage, int(target.storage_offset()), tuple(target.stride()))
+        owner, view = place
         try:
             found = list(self.fragments(source.expand(target.shape), view))
         except LayoutError as error:
-            self.refuse(set(), probes, error.message)
+            self.refuse(owners, probes, error.message)
             return
         for fragment in found:
             steps = (self.dtype(fragment.name), *fragment.dtypes)
             if not _casts_once(steps, target.dtype):
-                self.refuse(
-                    set(), probes, f"it is cast to {steps[-1]} on the way to {target.dtype}"
-                )
+                reason = f"it is cast to {steps[-1]} on the way to {target.dtype}"
+                self.refuse(owners, probes, reason)
                 return
-        self.copies += [(owners[0], fragment) for fragment in found]
+        self.writes += [Write(owner, f.box.shape, f.view, f) for f in found]
 
 
 def _casts_once(steps: Sequence[torch.dtype], target: torch.dtype) -> bool:
@@ -174,13 +232,3 @@ def _widens(narrow: torch.dtype, wide: torch.dtype) -> bool:
 
 def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
     return sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))

@@ -1,4 +1,4 @@
-"""Whether a layout's views share memory: what a sink must never do, except for ties."""
+"""Which memory views cover: whether a layout's views share any, which a sink's never may."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from streamsync.errors import LayoutError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from streamsync.layout.binding import Binding
     from streamsync.layout.region import Entry, Layout, View
 
@@ -65,14 +67,8 @@ def _clashes(layout: Layout, cluster: list[tuple[int, int]]) -> list[tuple[str, 
     for begin, number in cluster:
         entry = layout.entries[number]
         itemsize = layout.tensors[entry.tensor].itemsize
-        run = 1
-        start = torch.tensor([begin])
-        for stride, n in _by_stride(entry):
-            if stride == run:
-                run *= n
-                continue
-            steps = torch.arange(n) * (stride * itemsize)
-            start = (start[:, None] + steps[None, :]).reshape(-1)
+        start, run = _runs(entry.box.shape, entry.view)
+        start = start * itemsize + begin
         starts.append(start)
         lengths.append(torch.full_like(start, run * itemsize))
         numbers.append(torch.full_like(start, number))
@@ -88,14 +84,48 @@ def _clashes(layout: Layout, cluster: list[tuple[int, int]]) -> list[tuple[str, 
     return sorted({(names[a], names[b]) for a, b in zip(one, other, strict=True)})
 
 
-def _by_stride(entry: Entry) -> list[tuple[int, int]]:
-    return sorted((s, n) for n, s in zip(entry.box.shape, entry.view.strides, strict=True) if n > 1)
+def count_elements(views: Iterable[tuple[tuple[int, ...], View]]) -> int:
+    """How many elements of one storage the views (shape, view) cover; common ones count once."""
+    spans = [(_runs(shape, view), view.offset) for shape, view in views]
+    if not spans:
+        return 0
+    starts = torch.cat([start + offset for (start, _), offset in spans])
+    stops = torch.cat([start + offset + run for (start, run), offset in spans])
+    starts, order = starts.sort()
+    reached = stops[order].cummax(0).values
+    before = torch.cat([starts[:1], reached[:-1]])
+    return int((reached - torch.maximum(starts, before)).clamp(min=0).sum())
+
+
+def have_common(one: tuple[tuple[int, ...], View], other: tuple[tuple[int, ...], View]) -> bool:
+    """Whether two views (shape, view) of one storage have an element in common."""
+    (a, av), (b, bv) = one, other
+    if av.offset > bv.offset + _reach(b, bv) or bv.offset > av.offset + _reach(a, av):
+        return False
+    return count_elements((one, other)) < count_elements((one,)) + count_elements((other,))
+
+
+def _runs(shape: tuple[int, ...], view: View) -> tuple[torch.Tensor, int]:
+    """The elements of a view as runs: where each begins, from the view's offset, and how long."""
+    run = 1
+    start = torch.zeros(1, dtype=torch.int64)
+    for stride, n in _by_stride(shape, view):
+        if stride == run:
+            run *= n
+            continue
+        steps = torch.arange(n) * stride
+        start = (start[:, None] + steps[None, :]).reshape(-1)
+    return start, run
+
+
+def _by_stride(shape: tuple[int, ...], view: View) -> list[tuple[int, int]]:
+    return sorted((s, n) for n, s in zip(shape, view.strides, strict=True) if n > 1)
 
 
 def _is_injective(entry: Entry) -> bool:
     """Whether every stride steps over all that the smaller ones reach (enough, not necessary)."""
     reach = 0
-    for stride, n in _by_stride(entry):
+    for stride, n in _by_stride(entry.box.shape, entry.view):
         if stride <= reach:
             return False
         reach += stride * (n - 1)

@@ -3,66 +3,75 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from streamsync.errors import LayoutError
 from streamsync.layout.binding import Binding, torch_dtype
-from streamsync.layout.intercept import Intercept, Owner, owners_of
-from streamsync.layout.module import bind_module, module_tensors
-from streamsync.layout.overlap import overlaps
-from streamsync.layout.region import Box, Entry, Layout, TensorSpec, View
-from streamsync.layout.trace import identity
+from streamsync.layout.held import assemble, hold, refreshed
+from streamsync.layout.intercept import Intercept, owners_of
+from streamsync.layout.landing import land_opaque, land_transform
+from streamsync.layout.memories import Memories
+from streamsync.layout.module import module_tensors
+from streamsync.layout.records import Records
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-aten = torch.ops.aten
+    from torch import nn
+
+    from streamsync.layout.landing import Landing, Load, Transform
+    from streamsync.layout.region import TensorSpec
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Recording:
-    """What a loader does with a checkpoint, as far as it is geometry, and what is left over.
+    """What a loader does with a checkpoint.
 
-    `opaque` names checkpoint tensors (or, where no tensor of the checkpoint is involved, the
-    module's own) that the loader does more to than copying, with the reason: they are not part of
-    `binding`, and only the loader itself can deliver them. `ignored` are checkpoint tensors that
-    the loader never copied anywhere. `unwritten` counts, by the module's own names, elements of
-    parameters and persistent buffers that no checkpoint tensor is copied to.
+    `binding` delivers every tensor that the loader loads. `opaque` names those (checkpoint tensors)
+    that the loader does more to than copying, with the reason: they are received whole, into
+    `binding.staging_bytes` of host memory, and handed to the loader when they landed. `ignored` are
+    checkpoint tensors that the loader puts nowhere. `filled` counts, by the module's own names,
+    elements that the loader fills with values of its own, which stay right for ever: padding.
+    `unwritten` counts the elements of parameters and persistent buffers that get nothing at all.
     """
 
     binding: Binding
     opaque: dict[str, str]
     ignored: tuple[str, ...]
+    filled: dict[str, int]
     unwritten: dict[str, int]
 
 
 def record_loader(
     module: nn.Module,
     tensors: Mapping[str, TensorSpec],
-    load: Callable[[Iterable[tuple[str, torch.Tensor]]], object],
+    load: Load,
+    *,
+    transforms: Iterable[Transform] = (),
 ) -> Recording:
     """Runs `load` once with meta tensors in place of the checkpoint `tensors` and notes its copies.
 
-    Nothing at the module changes: copies are noted and not made, every other operation that would
-    write a tensor of the module is intercepted and makes it opaque, and a parameter that the
-    loader replaced is put back. To be called after the model was loaded and before anything
-    repacks its parameters. The binding keeps the module's memory alive; its `refresh` is that of
-    `bind_module`. Delivering opaque tensors is the caller's business: one that can't must refuse.
+    Nothing at the module changes: copies and fills are noted and not made, every other operation
+    that would write a tensor of the module is intercepted and makes its checkpoint tensors opaque,
+    and a parameter that the loader replaced is put back. To be called after the model was loaded
+    and before anything repacks its parameters; those that will be repacked are named by
+    `transforms`, and their checkpoint tensors are received in host memory beside the module.
+
+    The binding keeps the module's memory alive (not that of transformed parameters) and owns the
+    staging memory; its `refresh` is that of `bind_module`. Opaque tensors are handed to `load`
+    again, with values, group by group. A module on the meta device gets a layout for plans only.
     Raises `LayoutError` with the loader's own text when it can't run on meta tensors.
     """
-    own = bind_module(module, side="source")
+    staged = _Staged(module, transforms)
+    own = staged.bind()
     probes = {
         name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
         for name, spec in tensors.items()
     }
     recorder = Intercept(probes, owners_of(module, own))
-    originals = [
-        (owner, dict(owner._parameters), dict(owner._buffers)) for owner in module.modules()
-    ]
-    memories = [(tensor, tensor.detach()) for _, tensor in module_tensors(module)]
+    memories = Memories(module)
     try:
         with torch.no_grad(), recorder:
             load(iter(probes.items()))
@@ -74,115 +83,98 @@ def record_loader(
             f"{type(error).__name__}: {error}"
         ) from error
     finally:
-        replaced = _put_back(module, originals, memories)
-    for name in replaced:
-        recorder.refuse({name}, set(), "the loader replaces it by another tensor")
-    return _recording(own, recorder, tensors)
+        replaced = memories.put_back()
+    for name, _, value in replaced:
+        came_from = recorder.names(value) if value is not None else set()
+        first = own.layout.ties.get(name, name)
+        recorder.refuse({first}, came_from, "the loader replaces it by another tensor")
 
-
-def _put_back(
-    module: nn.Module,
-    originals: Sequence[tuple[nn.Module, dict[str, Any], dict[str, Any]]],
-    memories: Sequence[tuple[torch.Tensor, torch.Tensor]],
-) -> set[str]:
-    """Undoes what no dispatch mode sees: replaced parameters and `p.data = ...`; names them."""
-    replaced: set[str] = set()
-    before = {id(tensor): identity(memory) for tensor, memory in memories}
-    paths = {id(part): name for name, part in module.named_modules()}
-    for part, parameters, buffers in originals:
-        for was, now in ((parameters, part._parameters), (buffers, part._buffers)):
-            changed = {n for n in {*was, *now} if was.get(n) is not now.get(n)}
-            if changed:
-                path = paths.get(id(part), "")
-                replaced |= {f"{path}.{name}".lstrip(".") for name in changed}
-                now.clear()
-                now.update(was)
-    moved = {id(tensor) for tensor, _ in memories if identity(tensor) != before[id(tensor)]}
-    for tensor, memory in memories:
-        if id(tensor) in moved:
-            tensor.data = memory
-    replaced |= {name for name, tensor in module_tensors(module) if id(tensor) in moved}
-    return replaced
-
-
-def _recording(own: Binding, recorder: Intercept, tensors: Mapping[str, TensorSpec]) -> Recording:
-    opaque: dict[str, str] = {}
-    writers: dict[str, set[str]] = {}
-    places: dict[str, dict[tuple[Box, View], Owner]] = {}
-    for owner, fragment in recorder.copies:
-        writers.setdefault(owner.name, set()).add(fragment.name)
-        places.setdefault(fragment.name, {})[fragment.box, fragment.view] = owner
-    for owners, probes, reason in recorder.refused:
-        involved = probes | {name for owner in owners for name in writers.get(owner, ())}
-        for name in involved or owners:
-            about = f" ({', '.join(sorted(owners))})" if involved and owners else ""
-            opaque.setdefault(name, reason + about)
-    for name, at in places.items():
-        dtypes = {owner.spec.dtype for owner in at.values()}
-        if len(dtypes) > 1:
-            opaque.setdefault(name, f"it is loaded as {' and as '.join(sorted(dtypes))}")
-
-    layout = _layout(own, places, opaque, recorder.empty, tensors)
-    binding = Binding(layout=layout, storages=own.storages)
-    for pair in overlaps(binding):
-        for name in pair:
-            other = pair[0] if name == pair[1] else pair[1]
-            opaque.setdefault(name, f"{other} is loaded into the same memory")
-    layout = _layout(own, places, opaque, recorder.empty, tensors)
-
-    def refresh() -> Sequence[torch.Tensor]:
-        own.rebind()
-        return own.storages
-
-    unclear = {
-        n for name in opaque for n in (name, *(o.name for o in places.get(name, {}).values()))
-    }
-    written: dict[str, int] = dict.fromkeys(
-        (spec.name for spec in own.layout.tensors if spec.name not in own.layout.ties), 0
-    )
-    for entry in layout.entries:
-        spec = layout.tensors[entry.tensor]
-        written[places[spec.name][entry.box, entry.view].name] += entry.box.numel
-    sizes = {spec.name: Box.whole(spec.shape).numel for spec in own.layout.tensors}
-    known = {spec.name for spec in layout.tensors}
-    return Recording(
-        binding=Binding(layout=layout, storages=own.storages, refresh=refresh),
-        opaque=opaque,
-        ignored=tuple(n for n in tensors if n not in known and n not in opaque),
-        unwritten={
-            name: sizes[name] - done
-            for name, done in written.items()
-            if done < sizes[name] and name not in unclear
-        },
-    )
-
-
-def _layout(
-    own: Binding,
-    places: Mapping[str, Mapping[tuple[Box, View], Owner]],
-    opaque: Mapping[str, str],
-    empty: set[str],
-    tensors: Mapping[str, TensorSpec],
-) -> Layout:
-    """The layout of what is not opaque, in the module's order; equal places are ties."""
-
-    def order(name: str) -> tuple[int, int]:
-        return min(
-            ((owner.number, view.offset) for (_, view), owner in places.get(name, {}).items()),
-            default=(len(own.layout.tensors), 0),
+    records = Records(own, recorder, tensors)
+    for transform in staged.transforms:
+        for name in records.loaded.get(transform.parameter, ()):
+            if name in records.opaque:
+                raise LayoutError(
+                    f"the loader does more than copy it into {transform.parameter}, which is to "
+                    f"be transformed as well: {records.opaque[name]}; let the transform do both",
+                    tensor=name,
+                )
+    on_meta = any(tensor.is_meta for tensor in own.storages)
+    spare = {
+        name: torch.empty(
+            tensors[name].shape,
+            dtype=torch_dtype(tensors[name].dtype),
+            device="meta" if on_meta else "cpu",
         )
+        for name in tensors
+        if name in records.opaque
+    }
 
-    specs: list[TensorSpec] = []
-    entries: list[Entry] = []
-    ties: dict[str, str] = {}
-    owners: dict[frozenset[tuple[Box, View]], str] = {}
-    for name in sorted((places.keys() | empty) - opaque.keys(), key=lambda n: (order(n), n)):
-        at = places.get(name, {})
-        spec = tensors[name]
-        dtype = next((owner.spec.dtype for owner in at.values()), spec.dtype)
-        specs.append(TensorSpec(name, spec.shape, dtype))
-        if at and owners.setdefault(frozenset(at), name) != name:
-            ties[name] = owners[frozenset(at)]
-            continue
-        entries += [Entry(len(specs) - 1, box, view) for box, view in at]
-    return Layout(tensors=tuple(specs), entries=tuple(entries), ties=ties)
+    def storages() -> Sequence[torch.Tensor]:
+        own.rebind()
+        return (*own.storages, *spare.values())
+
+    layout = records.layout(list(spare))
+    landings = [] if on_meta else _landings(module, load, records, spare, staged)
+    return Recording(
+        binding=Binding(
+            layout=layout, storages=storages(), refresh=storages, landings=tuple(landings)
+        ),
+        opaque=records.opaque,
+        ignored=tuple(n for n in tensors if n not in {t.name for t in layout.tensors}),
+        filled=records.filled,
+        unwritten=records.unwritten,
+    )
+
+
+class _Staged:
+    """The module's own tensors, with staging memory in place of those to be transformed."""
+
+    def __init__(self, module: nn.Module, transforms: Iterable[Transform]) -> None:
+        self._module = module
+        self.transforms = tuple(transforms)
+        self.memory: dict[str, torch.Tensor] = {}
+        tensors = dict(module_tensors(module))
+        for transform in self.transforms:
+            if transform.parameter not in tensors:
+                raise LayoutError(
+                    f"the transform of {transform.parameter} names no parameter or persistent "
+                    "buffer of the module"
+                )
+            live = tensors[transform.parameter]
+            aliases = [name for name, tensor in tensors.items() if tensor is live]
+            device = "meta" if live.is_meta else "cpu"
+            memory = torch.empty_strided(live.shape, live.stride(), dtype=live.dtype, device=device)
+            self.memory |= dict.fromkeys(aliases, memory)
+
+    def bind(self) -> Binding:
+        """The binding under the module's own names."""
+
+        def bound() -> Binding:
+            return assemble(
+                hold(name, self.memory.get(name, tensor), allow_meta=True)
+                for name, tensor in module_tensors(self._module)
+            )
+
+        binding = bound()
+        binding.refresh = lambda: refreshed(
+            binding.layout, bound(), "anything that changes shapes needs a new recording"
+        )
+        return binding
+
+
+def _landings(
+    module: nn.Module,
+    load: Load,
+    records: Records,
+    spare: Mapping[str, torch.Tensor],
+    staged: _Staged,
+) -> list[Landing]:
+    landings = []
+    for names, parameters in records.opaque_together():
+        landings.append(land_opaque(module, load, {n: spare[n] for n in names}, parameters))
+    for transform in staged.transforms:
+        names = sorted(records.loaded.get(transform.parameter, ()))
+        if names:
+            memory = staged.memory[transform.parameter]
+            landings.append(land_transform(module, transform, memory, names))
+    return landings

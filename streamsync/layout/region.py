@@ -164,12 +164,14 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     The order of `tensors` is the order of the forward pass as far as the maker knows it. A source
     that holds nothing of a tensor may still list it (an empty shard). `ties` names tensors that
     share one local memory: `{alias: name}`; an alias has no entries of its own and its `tensors`
-    item has the same shape and dtype.
+    item has the same shape and dtype. `opaque` names tensors that a sink needs whole, for its own
+    loader: more than its share of them travels.
     """
 
     tensors: tuple[TensorSpec, ...]
     entries: tuple[Entry, ...]
     ties: dict[str, str] = {}
+    opaque: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:

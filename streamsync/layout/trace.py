@@ -17,6 +17,21 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
+_VALUELESS = frozenset(
+    {
+        aten.empty_like,
+        aten.full_like,
+        aten.new_empty,
+        aten.new_empty_strided,
+        aten.new_full,
+        aten.new_ones,
+        aten.new_zeros,
+        aten.ones_like,
+        aten.zeros_like,
+    }
+)
+"""Operators that look at their tensor's shape, dtype and device, and not at its values."""
+
 
 @dataclass(slots=True, frozen=True)
 class Fragment:
@@ -43,7 +58,10 @@ class _Part:
 
 @dataclass(slots=True)
 class _Memory:
-    """One traced storage: a row-major tensor of `shape`, a probe (named) or a copy (of parts)."""
+    """One traced storage: a row-major tensor of `shape`, a probe (named) or a copy (of parts).
+
+    Where `lost` says why, the values are more than copies; `names` still tells whose they are.
+    """
 
     tensor: torch.Tensor
     shape: tuple[int, ...]
@@ -51,15 +69,16 @@ class _Memory:
     name: str | None = None
     parts: list[_Part] = field(default_factory=list)
     lost: str | None = None
+    names: set[str] = field(default_factory=set)
 
 
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's own class is untyped
     """While entered, follows `probes` (contiguous meta tensors by name) through views and copies.
 
     Views, casts, moves to a device (the copy stays on meta), `clone`, `cat` and `stack` are
-    followed. Whatever else computes something from a probe runs as always, and its result is not
-    a probe's any more. Temporaries that are followed stay alive as long as the trace, so that no
-    identity is used twice.
+    followed. Whatever else computes something from a probe runs as always; of its result only the
+    probes are known that had a part in it. Temporaries that are followed stay alive as long as the
+    trace, so that no identity is used twice.
     """
 
     def __init__(self, probes: Mapping[str, torch.Tensor]) -> None:
@@ -67,7 +86,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's own c
         self._memories: dict[int, _Memory] = {}
         self._dtypes = {name: probe.dtype for name, probe in probes.items()}
         for name, probe in probes.items():
-            self._memories[identity(probe)] = _Memory(probe, tuple(probe.shape), probe.dtype, name)
+            self._memories[identity(probe)] = _Memory(
+                probe, tuple(probe.shape), probe.dtype, name, names={name}
+            )
 
     def __torch_dispatch__(
         self,
@@ -77,38 +98,50 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's own c
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
+        inputs = list(tensors_in((args, kwargs)))
+        names = {name for tensor in inputs for name in self.names(tensor)}
         for target in written_tensors(func, args, kwargs):
-            memory = self._memories.get(identity(target))
-            if memory is not None:
-                memory.lost = f"{func} changed it before it was loaded"
+            if names:
+                self._lose(target, f"{func} changed it before it was loaded", names)
         if func is aten._to_copy.default and self.is_traced(args[0]) and "device" in kwargs:
             kwargs["device"] = torch.device("meta")
             kwargs.pop("pin_memory", None)
         made = func(*args, **kwargs)
+        if not names or func.overloadpacket in _VALUELESS:
+            return made
         if func in (aten._to_copy.default, aten.clone.default):
-            self._follow(made, [(args[0], Box.whole(tuple(made.shape)))])
+            self._follow(made, [(args[0], Box.whole(tuple(made.shape)))], names)
         elif func in (aten.cat.default, aten.stack.default):
             dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % made.ndim
-            self._follow(made, list(_joined(args[0], dim, new_dim=func is aten.stack.default)))
+            pieces = list(_joined(args[0], dim, new_dim=func is aten.stack.default))
+            self._follow(made, pieces, names)
+        else:
+            known = {identity(tensor) for tensor in inputs}
+            for tensor in tensors_in(made):
+                if identity(tensor) not in known:  # else a view of what is known
+                    self._lose(tensor, f"its values are computed ({func})", names)
         return made
+
+    def _lose(self, tensor: torch.Tensor, reason: str, names: set[str]) -> None:
+        memory = self._memories.get(identity(tensor))
+        if memory is None:
+            memory = _Memory(tensor, tuple(tensor.shape), tensor.dtype)
+            self._memories[identity(tensor)] = memory
+        memory.lost = memory.lost or reason
+        memory.names = memory.names | names
 
     def is_traced(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in a probe or in a copy of one."""
         return identity(tensor) in self._memories
 
     def names(self, tensor: torch.Tensor) -> set[str]:
-        """The probes that `tensor`'s memory came from."""
+        """The probes that had a part in `tensor`'s memory."""
         memory = self._memories.get(identity(tensor))
-        return self._names(memory) if memory is not None else set()
+        return memory.names if memory is not None else set()
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of the probe called `name`."""
         return self._dtypes[name]
-
-    def _names(self, memory: _Memory) -> set[str]:
-        if memory.name is not None:
-            return {memory.name}
-        return {n for part in memory.parts for n in self._names(self._memories[part.storage])}
 
     def fragments(self, tensor: torch.Tensor, other: View) -> Iterator[Fragment]:
         """What `tensor`, whose elements correspond to `other` (same shape), is made of.
@@ -157,14 +190,19 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's own c
             if missing:
                 raise LayoutError("only a part of its values comes from the checkpoint")
 
-    def _follow(self, made: torch.Tensor, pieces: list[tuple[torch.Tensor, Box]]) -> None:
+    def _follow(
+        self, made: torch.Tensor, pieces: list[tuple[torch.Tensor, Box]], names: set[str]
+    ) -> None:
         pieces = [(tensor, box) for tensor, box in pieces if self.is_traced(tensor)]
-        if not pieces or not made.is_meta or made.numel() == 0:
+        if made.numel() == 0:
+            return
+        if not pieces:
+            self._lose(made, "its values are not read from the checkpoint directly", names)
             return
         # A copy may keep its source's order of dims, so its own row-major order is that of strides.
         order = sorted(range(made.ndim), key=made.stride().__getitem__, reverse=True)
         shape = tuple(made.shape[d] for d in order)
-        memory = _Memory(made, shape, made.dtype)
+        memory = _Memory(made, shape, made.dtype, names=set(names))
         if tuple(made.stride(d) for d in order if made.shape[d] > 1) != tuple(
             s for s, n in zip(contiguous_strides(shape), shape, strict=True) if n > 1
         ):
@@ -195,6 +233,17 @@ def written_tensors(
             yield value
         elif isinstance(value, (list, tuple)):
             yield from (item for item in value if isinstance(item, torch.Tensor))
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """The tensors in arguments or results of an operator, in whatever lists they come."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in(tuple(value.values()))
 
 
 def identity(tensor: torch.Tensor) -> int:

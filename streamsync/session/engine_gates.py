@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from streamsync.engines.base import Engine
+    from streamsync.layout.landing import Landing
     from streamsync.plan.plan import Plan
     from streamsync.types import Apply, Version
 
@@ -66,6 +67,16 @@ class EngineGates:
             lambda: self._engine.arm(version, groups, whole=whole, deadline=deadline),
             deadline + self._call_seconds,
         )
+
+    @property
+    def landings(self) -> tuple[Landing, ...]:
+        """What the engine does with tensors that landed in its staging memory."""
+        return self._engine.binding().landings
+
+    async def land(self, _version: Version, landing: Landing) -> None:
+        """Makes one landing."""
+        what = f"the landing of {', '.join(sorted(landing.groups))}"
+        await self._call(what, landing.land, self._call_seconds)
 
     async def open(self, version: Version, group: str) -> None:
         """Refreshes what derives from a landed group, then opens its gate."""

@@ -86,6 +86,8 @@ class SinkSync:
             whole=self._whole,
             arrived=self._arrived,
             landed=self._landed,
+            landings=gates.landings,
+            land=gates.land,
         )
         self._receivers: list[Receiver] = []
         loop = asyncio.get_running_loop()

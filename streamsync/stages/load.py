@@ -1,9 +1,9 @@
 """load: writes received buckets into the live parameters, group by group, and proves each.
 
 Before GO nothing is written: buckets are held in their leases while the engine generates the old
-version. After GO they are loaded in forward order as far as they are here; a group's gate opens
-when the digest of its loaded bytes matched for every bucket. With `apply="version"` the digests are
-checked in the host leases, before arming.
+version. After GO they are loaded in forward order as far as they are here; when the digest of its
+loaded bytes matched for every bucket of a group, its landings run and its gate opens. With
+`apply="version"` the digests are checked in the host leases, before arming.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from streamsync.errors import EngineError, IntegrityError, StreamsyncError
 from streamsync.runtime.channel import EndOfStream
 from streamsync.stages.clock import run_timed
+from streamsync.stages.landings import Landings
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from streamsync.digest.compiled import BucketDigest
+    from streamsync.layout.landing import Landing
     from streamsync.plan.plan import Share
     from streamsync.runtime.channel import ReceiveHalf
     from streamsync.runtime.pool import Lease
@@ -46,7 +48,8 @@ class Feed:
 class Loader:
     """The load stage of one sync. `scratch` (uint8 `[num_lanes, largest bucket]`) is where loaded
     bytes that lie apart are packed again to be digested; as many buckets load at once as it has
-    rows."""
+    rows. `land` makes one of the sink's `landings`. Raises `PlanError` for landings that get a part
+    of their tensors only."""
 
     def __init__(
         self,
@@ -61,6 +64,8 @@ class Loader:
         whole: bool,
         arrived: Callable[[int], None],
         landed: Callable[[str], None],
+        landings: Sequence[Landing] = (),
+        land: Callable[[Version, Landing], Awaitable[None]] | None = None,
     ) -> None:
         self._feeds = feeds
         self._version = version
@@ -71,6 +76,8 @@ class Loader:
         self._whole = whole
         self._arrived = arrived
         self._landed = landed
+        self._land = land
+        self._landings = Landings(landings, _names(feeds) if landings else ())
         order = {group: index for index, group in enumerate(groups)}
         self._left = dict.fromkeys(groups, 0)
         for feed in feeds:
@@ -185,14 +192,32 @@ class Loader:
         )
 
     async def _finish_group(self, group: str) -> None:
+        for landing in self._landings.landed(group):
+            assert self._land is not None
+            await self._engine_call(group, self._land(self._version, landing))
+            self._landings.done(landing)
+        for ready in self._landings.openable():
+            await self._engine_call(ready, self._open_gate(self._version, ready))
+            self._landed(ready)
+
+    async def _engine_call(self, group: str, call: Awaitable[None]) -> None:
         try:
-            await self._open_gate(self._version, group)
-        except StreamsyncError:
-            raise
+            await call
+        except StreamsyncError as error:
+            raise error.at(stage="load", version=self._version) from error.__cause__
         except Exception as error:
             raise EngineError(
                 f"the engine failed on group {group}: {type(error).__name__}: {error}",
                 stage="load",
                 version=self._version,
             ) from error
-        self._landed(group)
+
+
+def _names(feeds: Sequence[Feed]) -> set[str]:
+    """The tensors that come."""
+    return {
+        feed.share.tensors[piece.tensor].name
+        for feed in feeds
+        for bucket in feed.share.buckets
+        for piece in bucket.pieces
+    }

@@ -102,3 +102,60 @@ def test_recorded_copies_equal_the_loaders(data: st.DataObject) -> None:
     assert torch.equal(module.p, expected)
     untouched = int((module.p == before).sum())
     assert recording.unwritten == ({"p": untouched} if untouched else {})
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[slice, slice]:
+    spans = []
+    for n in ROWS, COLUMNS:
+        begin = draw(st.integers(0, n - 1))
+        spans.append(slice(begin, draw(st.integers(begin + 1, n))))
+    return spans[0], spans[1]
+
+
+ROWS, COLUMNS = 4, 5
+steps = st.lists(st.tuples(boxes(), st.sampled_from(["a", "b", "c", "constant"])), max_size=6)
+
+
+@given(steps)
+def test_copies_and_fills_in_any_order_deliver_what_a_fresh_load_gives(
+    steps: list[tuple[tuple[slice, slice], str]],
+) -> None:
+    """Whatever the order makes of it (plain, opaque, padding): the second load is like the first
+    one of another module, and every element is accounted for once."""
+
+    def load_into(module: nn.Module, weights: object) -> None:
+        # In the loader's own order, with the tensors that it got.
+        got = dict(weights)
+        for box, name in steps:
+            if name == "constant":
+                module.p.data[box].fill_(-1.0)
+            elif name in got:
+                module.p.data[box].copy_(got[name][box])
+
+    def fresh() -> nn.Module:
+        module = nn.Module()
+        module.p = nn.Parameter(torch.zeros(ROWS, COLUMNS))
+        return module
+
+    def checkpoint() -> dict[str, torch.Tensor]:
+        return {name: torch.randn(ROWS, COLUMNS) for name in "abc"}
+
+    module, expected = fresh(), fresh()
+    specs = {name: TensorSpec(name, (ROWS, COLUMNS), "float32") for name in "abc"}
+    first, second = checkpoint(), checkpoint()
+    load_into(module, first.items())
+    load_into(expected, second.items())
+    recording = record_loader(module, specs, lambda weights: load_into(module, weights))
+    layout = recording.binding.layout
+    for entry in layout.entries:
+        where = tuple(slice(a, b) for a, b in zip(entry.box.start, entry.box.stop, strict=True))
+        view = recording.binding.view(entry.view, entry.box.shape, torch.float32)
+        view.copy_(second[layout.tensors[entry.tensor].name][where])
+    for landing in recording.binding.landings:
+        landing.land()
+    assert torch.equal(module.p, expected.p)
+    if not recording.opaque:
+        copied = sum(entry.box.numel for entry in layout.entries)
+        counts = copied, *recording.filled.values(), *recording.unwritten.values()
+        assert sum(counts) == ROWS * COLUMNS

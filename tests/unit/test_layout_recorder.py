@@ -12,7 +12,7 @@ from torch import nn
 from streamsync.errors import LayoutError
 from streamsync.layout.binding import torch_dtype
 from streamsync.layout.recorder import Recording, record_loader
-from streamsync.layout.region import TensorSpec
+from streamsync.layout.region import Box, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -66,6 +66,13 @@ def replay(recording: Recording, checkpoint: Mapping[str, torch.Tensor]) -> None
         where = tuple(slice(a, b) for a, b in zip(entry.box.start, entry.box.stop, strict=True))
         place = binding.view(entry.view, entry.box.shape, torch_dtype(spec.dtype))
         place.copy_(checkpoint[spec.name][where])
+
+
+def deliver(recording: Recording, checkpoint: Mapping[str, torch.Tensor]) -> None:
+    """What a sync does at a sink, landings included."""
+    replay(recording, checkpoint)
+    for landing in recording.binding.landings:
+        landing.land()
 
 
 def assert_replay_is_load(module: nn.Module, checkpoint: dict[str, torch.Tensor]) -> Recording:
@@ -219,14 +226,16 @@ class Padded(nn.Module):
                 self.other.data.copy_(weight)
 
 
-def test_padding_fill_is_not_run_and_makes_its_tensor_opaque() -> None:
+def test_padding_is_not_filled_and_leaves_its_tensor_plain() -> None:
+    """The rows that no token has were filled by the first load, and nothing changes them."""
     checkpoint = {"weight": torch.randn(6, 4).bfloat16(), "other": torch.randn(3).bfloat16()}
     module = Padded()
     recording = record(module, checkpoint)  # compares every byte before and after
     assert module.weight[6:].ne(0).all()
-    assert set(recording.opaque) == {"weight"}
-    assert "fill_" in recording.opaque["weight"]
-    assert [t.name for t in recording.binding.layout.tensors] == ["other"]
+    assert recording.opaque == {}
+    assert recording.filled == {"weight": 8}
+    assert recording.unwritten == {}
+    assert recording.binding.staging_bytes == 0
 
 
 def test_rows_nobody_loads_are_counted() -> None:
@@ -247,6 +256,7 @@ class One(nn.Module):
         super().__init__()
         self.p = parameter(*shape, dtype=dtype)
         self.plain = torch.zeros(3)
+        self.register_buffer("scale", torch.zeros(()))
         self.register_buffer("cache", torch.zeros(3), persistent=False)
 
 
@@ -271,7 +281,7 @@ def test_copies_that_stay_copies() -> None:
     }
     recording = record(module, checkpoint, load)
     assert recording.opaque == {}
-    assert recording.unwritten == {}
+    assert recording.unwritten == {"scale": 1}
     load(checkpoint.items())
     expected = module.p.clone()
     poison(module)
@@ -296,11 +306,6 @@ def _clone_changed(m: One, w: torch.Tensor) -> None:
 
 def _add(m: One, w: torch.Tensor) -> None:
     m.p.data.add_(w)
-
-
-def _zero_first(m: One, w: torch.Tensor) -> None:
-    m.p.data.zero_()
-    m.p.data.copy_(w)
 
 
 def _index_put(m: One, w: torch.Tensor) -> None:
@@ -345,6 +350,27 @@ def _twice_elsewhere(m: One, w: torch.Tensor) -> None:
     m.p.data[:2].copy_(w[2:])
 
 
+def _scale(m: One, w: torch.Tensor) -> None:
+    m.p.data.copy_(w * 2)
+    m.scale.copy_(w.float().abs().max())
+
+
+def _from_the_module(m: One, w: torch.Tensor) -> None:
+    m.p.data[:3].copy_(w[:3])
+    m.p.data[3].copy_(m.p.data[0])
+
+
+def _fill_last(m: One, w: torch.Tensor) -> None:
+    m.p.data.copy_(w)
+    m.p.data[1].zero_()
+
+
+def _through_a_temporary(m: One, w: torch.Tensor) -> None:
+    spare = torch.zeros(4, 6, device=w.device)
+    spare.copy_(w)
+    m.p.data.copy_(spare)
+
+
 @pytest.mark.parametrize(
     "load",
     [
@@ -352,7 +378,6 @@ def _twice_elsewhere(m: One, w: torch.Tensor) -> None:
         _in_place_before,
         _clone_changed,
         _add,
-        _zero_first,
         _index_put,
         _narrow_cast,
         _reinterpreted,
@@ -363,17 +388,162 @@ def _twice_elsewhere(m: One, w: torch.Tensor) -> None:
         _out,
         _non_persistent,
         _twice_elsewhere,
+        _scale,
+        _from_the_module,
+        _fill_last,
+        _through_a_temporary,
     ],
 )
 def test_more_than_copies_is_opaque(load: Callable[[One, torch.Tensor], None]) -> None:
-    module = One(4, 6)
+    """What is not geometry is received whole and handed to the loader: three syncs, bit for bit."""
+    module, other = One(4, 6), One(4, 6)
     original = module.p
     checkpoint = {"w": torch.randn(4, 6)}
     recording = record(module, checkpoint, lambda weights: load(module, dict(weights)["w"]))
     assert module.p is original
-    assert set(recording.opaque) <= {"w", "p"}
-    assert recording.opaque
-    assert recording.binding.layout.entries == ()
+    assert set(recording.opaque) == {"w"}
+    layout = recording.binding.layout
+    assert layout.opaque == ("w",)
+    assert [e.box for e in layout.entries] == [Box.whole((4, 6))]
+    assert recording.binding.staging_bytes == 4 * 6 * 4
+    for _ in range(3):
+        checkpoint = {"w": torch.randn(4, 6)}
+        for one in (module, other):
+            one.p.data.fill_(0.5)
+        address = module.p.data_ptr()
+        deliver(recording, checkpoint)
+        load(other, checkpoint["w"].clone())
+        for mine, theirs in ((module.p, other.p), (module.cache, other.cache)):
+            assert torch.equal(mine.view(torch.int32), theirs.view(torch.int32))
+        assert torch.equal(module.scale, other.scale)
+        assert (module.p, module.p.data_ptr()) == (original, address)
+
+
+def _zero_first(m: One, w: torch.Tensor) -> None:
+    m.p.data.zero_()
+    m.p.data.copy_(w)
+
+
+def _fill_first(m: One, w: torch.Tensor) -> None:
+    m.p.data.fill_(7)
+    m.p.data[:2].copy_(w[:2])
+
+
+def _own_values(m: One, w: torch.Tensor) -> None:
+    m.p.data[:2].copy_(w[:2])
+    m.p.data[2:] = torch.arange(6.0, device=w.device)
+
+
+def _fill_beside(m: One, w: torch.Tensor) -> None:
+    m.p.data[:, :5].copy_(w[:, :5])
+    m.p.data[:, 5] = 0
+    m.p.data[:, 5].copy_(torch.zeros_like(w[:, 5]))
+
+
+@pytest.mark.parametrize(
+    ("load", "filled"), [(_zero_first, 0), (_fill_first, 12), (_own_values, 12), (_fill_beside, 4)]
+)
+def test_constant_values_that_no_copy_meets_later_are_harmless(
+    load: Callable[[One, torch.Tensor], None], filled: int
+) -> None:
+    module = One(4, 6)
+    recording = record(
+        module, {"w": torch.randn(4, 6)}, lambda weights: load(module, dict(weights)["w"])
+    )
+    assert recording.opaque == {}
+    assert recording.filled == ({"p": filled} if filled else {})
+    assert recording.unwritten == {"scale": 1}
+
+
+def test_who_shares_a_parameter_with_an_opaque_tensor_is_opaque() -> None:
+    """A late run of the loader must not undo plain copies; of other parameters it knows nothing."""
+    module = Fused(0)
+
+    def load(weights: Weights) -> None:
+        module.load_weights((n, w * 1 if n == "k_proj" else w) for n, w in weights)
+
+    recording = record(module, Fused.checkpoint(), load)
+    assert set(recording.opaque) == {"q_proj", "k_proj", "v_proj"}
+    assert recording.binding.layout.opaque == ("k_proj", "q_proj", "v_proj")
+    assert recording.unwritten == {}
+    poison(module)
+    checkpoint = Fused.checkpoint()
+    deliver(recording, checkpoint)
+    found = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    module.load_weights(checkpoint.items())
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor.view(torch.uint8), found[name].view(torch.uint8)), name
+
+
+def test_narrowed_experts_are_plain() -> None:
+    """Case 4: an expert's place is the loader's; one `narrow` per expert and shard is geometry."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w13 = parameter(2, 6, 4)  # [num_local_experts, gate and up of this shard, hidden]
+
+        def load_weights(self, weights: Weights) -> None:
+            for name, weight in weights:
+                expert, part = name.split(".")
+                if int(expert) < 2:
+                    continue  # of another rank
+                half = self.w13.data[int(expert) - 2].narrow(0, 0 if part == "gate" else 3, 3)
+                half.copy_(torch.narrow(weight, 0, 3, 3))
+
+    checkpoint = {
+        f"{e}.{part}": torch.full((6, 4), float(10 * e)).bfloat16()
+        for e in range(4)
+        for part in ("gate", "up")
+    }
+    recording = assert_replay_is_load(Experts(), checkpoint)
+    assert recording.ignored == ("0.gate", "0.up", "1.gate", "1.up")
+    assert {e.box for e in recording.binding.layout.entries} == {Box((3, 0), (3, 4))}
+
+
+class Interleaved(nn.Module):
+    """Gate and up row by row, as some fused kernels want them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13 = parameter(2, 6, 4)  # [num_experts, interleaved gate and up, hidden]
+
+    def load_weights(self, weights: Weights) -> None:
+        for name, weight in weights:
+            self.w13.data[:, ["gate", "up"].index(name) :: 2].copy_(weight)
+
+
+def test_interleaved_gate_and_up_are_plain() -> None:
+    """Case 8: rows of gate and up alternate: a stride, not a reason to copy twice."""
+    checkpoint = {name: torch.randn(2, 3, 4).bfloat16() for name in ("gate", "up")}
+    module = Interleaved()
+    recording = assert_replay_is_load(module, checkpoint)
+    assert len(recording.binding.layout.entries) == 2
+    pairs = torch.stack([checkpoint["gate"], checkpoint["up"]], dim=2).view(2, 6, 4)
+    assert torch.equal(module.w13, pairs)
+    assert not torch.equal(module.w13, torch.cat(list(checkpoint.values()), dim=1))
+
+
+def test_a_module_without_memory_is_recorded_for_plans_only() -> None:
+    with torch.device("meta"):
+        module = Fused()
+    recording = record_loader(module, specs(Fused.checkpoint()), module.load_weights)
+    assert recording.binding.layout == record(Fused(), Fused.checkpoint()).binding.layout
+    assert (recording.opaque, recording.unwritten) == ({}, {})
+    with pytest.raises(LayoutError, match="serves plans"):
+        replay(recording, Fused.checkpoint())
+
+
+def test_opaque_tensors_of_a_module_without_memory_take_none() -> None:
+    module = One(4, 6)
+    on_meta = One(4, 6).to("meta")
+    spec = {"w": TensorSpec("w", (4, 6), "float32")}
+    recordings = [
+        record_loader(m, spec, lambda weights, m=m: _mul(m, dict(weights)["w"]))
+        for m in (module, on_meta)
+    ]
+    assert recordings[0].binding.layout == recordings[1].binding.layout
+    assert recordings[1].binding.landings == ()
 
 
 def test_foreach_copies_are_copies() -> None:
@@ -384,7 +554,7 @@ def test_foreach_copies_are_copies() -> None:
         lambda weights: torch._foreach_copy_([module.p.data], [w for _, w in weights]),
     )
     assert recording.opaque == {}
-    assert recording.unwritten == {}
+    assert recording.unwritten == {"scale": 1}
 
 
 def test_writes_beside_parameters_are_prevented() -> None:
