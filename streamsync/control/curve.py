@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import zmq
 import zmq.asyncio
-from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils import z85
 
+from streamsync.control.wire import Wire
 from streamsync.errors import ConfigError
 
 MIN_SECRET_BYTES = 8
@@ -50,16 +50,16 @@ class Curve:
         self._keys = job_keys(secret)
         self.context = zmq.asyncio.Context()
         self.context.max_sockets = _MAX_SOCKETS
-        self._authenticator = AsyncioAuthenticator(self.context)
+        self._door: zmq.Socket[bytes] | None = None
+        self._guard: Wire | None = None
 
     def start(self) -> None:
         """Begins to check clients' keys; call inside the running loop."""
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", self)
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """ZAP's question: may a client with this public key in?"""
-        return bytes(key) == self._keys.public
+        self._door = zmq.Context.shadow(self.context).socket(zmq.REP)
+        self._door.linger = 0
+        self._door.bind("inproc://zeromq.zap.01")
+        wire = self._guard = Wire(self._door)
+        wire.start(lambda frames: wire.send(_admission(frames, self._keys.public)))
 
     def server(self, kind: int, endpoint: str) -> zmq.asyncio.Socket:
         """A socket for `endpoint` that admits only members; not bound yet."""
@@ -87,5 +87,20 @@ class Curve:
 
     def close(self) -> None:
         """Ends the context; every socket must be closed before."""
-        self._authenticator.stop()
+        if self._guard is not None and self._door is not None:
+            self._guard.stop()
+            self._door.close()
         self.context.destroy(linger=0)
+
+
+def _admission(question: list[bytes], public: bytes) -> list[bytes]:
+    """The answer to ZAP's question (rfc.zeromq.org/spec/27) whether a client may in: only with the
+    job's public key."""
+    match question:
+        case [b"1.0", request, _domain, _address, _identity, b"CURVE", key] if key == z85.decode(
+            public
+        ):
+            return [b"1.0", request, b"200", b"OK", b"member", b""]
+        case [_, request, *_]:
+            return [b"1.0", request, b"400", b"not a member's key", b"", b""]
+    return [b"1.0", b"", b"400", b"malformed", b"", b""]

@@ -198,9 +198,7 @@ def _overlapping(needs: Iterable[Record], record: Record) -> Iterator[Record]:
             continue
         boxes = record.boxes
         if need.shape == record.shape:
-            boxes = tuple(
-                box for box in boxes if any(box.intersect(other) for other in need.boxes)
-            )
+            boxes = tuple(box for box in boxes if any(box.intersect(other) for other in need.boxes))
         if boxes:
             yield Record(record.pattern, numbers, record.shape, record.dtype, boxes)
 

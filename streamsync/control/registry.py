@@ -139,9 +139,9 @@ class Registry:
         join = self._joins.get(ask.sink)
         if join is None or join.role != "sink":
             raise ControlError(f"{ask.sink} is no sink that joined: join first")
-        unit, why = self._group()
+        unit = self._group()
         if unit is None:
-            return m.Sources(request=ask.request, waiting_for=why)
+            return m.Sources(request=ask.request, waiting_for=self._why_no_group())
         found = self._find(unit, ask)
         if found is None:
             return m.Sources(request=ask.request, wants_question=True)
@@ -176,21 +176,25 @@ class Registry:
             place=self._joins[member.name].place,
         )
 
-    def _group(self) -> tuple[str | None, str]:
-        """The one complete source group, or why there is none."""
+    def _group(self) -> str | None:
+        """The one source group that is complete and described, if there is one."""
+        units = self.membership.source_units()
+        if len(units) != 1 or not self.membership.is_complete(units[0], "source"):
+            return None
+        return units[0] if self._directories[units[0]].is_described else None
+
+    def _why_no_group(self) -> str:
         units = self.membership.source_units()
         if not units:
-            return None, "no source has joined"
+            return "no source has joined"
         if len(units) > 1:
-            return None, f"several source groups joined: {', '.join(units)}"
-        if not self.membership.is_complete(units[0], "source"):
-            missing = self.membership.units[units[0]].missing
-            listed = ", ".join(map(str, missing[:_MAX_LISTED]))
-            more = f" and {len(missing) - _MAX_LISTED} more" if len(missing) > _MAX_LISTED else ""
-            return None, f"source group {units[0]} lacks ranks {listed}{more}"
-        if not self._directories[units[0]].is_described:
-            return None, f"source group {units[0]} has not described itself yet"
-        return units[0], ""
+            return f"several source groups joined: {', '.join(units)}"
+        missing = self.membership.units[units[0]].missing
+        if not missing:
+            return f"source group {units[0]} has not described itself yet"
+        listed = ", ".join(map(str, missing[:_MAX_LISTED]))
+        more = f" and {len(missing) - _MAX_LISTED} more" if len(missing) > _MAX_LISTED else ""
+        return f"source group {units[0]} lacks ranks {listed}{more}"
 
     # --- whom to tell -----------------------------------------------------------------------
 
@@ -199,7 +203,7 @@ class Registry:
         if self._sources_due:
             self._sources_due = False
             yield from self._new_epochs()
-        unit, _ = self._group()
+        unit = self._group()
         if unit is None:
             return
         self._deal(unit)

@@ -27,6 +27,7 @@ from streamsync.control.messages import (
     decode,
     encode,
 )
+from streamsync.control.wire import Wire
 from streamsync.errors import (
     ConfigError,
     ControlError,
@@ -50,8 +51,6 @@ _LAST_WORDS_MILLISECONDS = 200
 _PING_SECONDS = 2.0
 _BACKLOG = 4096
 """Dialers that come at once: with ZeroMQ's 100, thousands would wait for each other's repeats."""
-_TURN = 64
-"""Messages after which a busy listener lets other tasks run."""
 
 _ERRORS: dict[str, type[StreamsyncError]] = {
     "config": ConfigError,
@@ -109,10 +108,11 @@ class Listener:
         lost: Callable[[bytes, str], None],
     ) -> None:
         endpoint = resolve_endpoint(host, port)
-        self._socket = curve.server(zmq.ROUTER, endpoint)
+        self._socket: zmq.Socket[bytes] = zmq.Socket.shadow(curve.server(zmq.ROUTER, endpoint))
         self._socket.router_mandatory = True
         self._socket.router_handover = True
         self._socket.backlog = _BACKLOG
+        self._wire = Wire(self._socket)
         self._handle = handle
         self._lost = lost
         self._known: set[bytes] = set()
@@ -127,17 +127,18 @@ class Listener:
         """Queues a message (queues have no limit, so this never waits). A peer that is gone is
         reported to `lost`. `found` goes along with `Sources`, uncopied."""
         frames = [peer, encode(message), found] if found else [peer, encode(message)]
-        error = _sent(self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=not found))
-        if isinstance(error, zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH:
+        try:
+            self._wire.send(frames, copy=not found)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise ControlError(f"control message not sent: {error}") from error
             self._known.discard(peer)
             self._lost(peer, "its control session is gone")
-        elif error is not None:
-            raise ControlError(f"control message not sent: {error}") from error
 
     async def run(self) -> None:
         """Receives until cancelled, and looks after silent peers."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._receive())
+            tasks.create_task(self._wire.run(self._receive))
             tasks.create_task(self._ping())
 
     async def _ping(self) -> None:
@@ -146,24 +147,20 @@ class Listener:
             for peer in tuple(self._known):
                 self.send(peer, Ping())
 
-    async def _receive(self) -> None:
-        for turn in itertools.count():
-            if turn % _TURN == 0:
-                await asyncio.sleep(0)
-            frames = await self._socket.recv_multipart()
-            if len(frames) != 2:
-                _log.warning("refused a control message of %d frames", len(frames))
-                continue
-            peer, data = frames
-            message: AnyMessage | None = None
-            self._known.add(peer)
-            try:
-                message = decode(data)
-                self._handle(peer, message)
-            except StreamsyncError as error:
-                _log.warning("refused a control message: %s", error)
-                if message is None or not isinstance(message, Error):
-                    self.send(peer, error_message(error, message.request if message else 0))
+    def _receive(self, frames: list[bytes]) -> None:
+        if len(frames) != 2:
+            _log.warning("refused a control message of %d frames", len(frames))
+            return
+        peer, data = frames
+        message: AnyMessage | None = None
+        self._known.add(peer)
+        try:
+            message = decode(data)
+            self._handle(peer, message)
+        except StreamsyncError as error:
+            _log.warning("refused a control message: %s", error)
+            if message is None or not isinstance(message, Error):
+                self.send(peer, error_message(error, message.request if message else 0))
 
     def close(self) -> None:
         """Closes the socket; what was sent still leaves, if the peers take it at once."""

@@ -290,8 +290,8 @@ async def test_malformed_frames_are_refused_and_logged_and_the_session_goes_on(
         caplog.clear()
         with caplog.at_level(logging.WARNING, "streamsync.control"):
             for data in bad:
-                await far.listener._socket.send_multipart([peer, data])
-            await far.listener._socket.send_multipart([peer, b"two", b"frames"])
+                far.listener._socket.send_multipart([peer, data])
+            far.listener._socket.send_multipart([peer, b"two", b"frames"])
             far.listener.send(peer, BEGIN)
             assert await get(near.heard) == BEGIN
         assert near.heard.empty()
