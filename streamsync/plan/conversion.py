@@ -5,13 +5,21 @@ The values themselves are defined in `stages.quantise`.
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import msgspec
 
 from streamsync.errors import ConfigError
-from streamsync.layout.region import Box
+from streamsync.layout.region import Box, Entry, Layout
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from streamsync.layout.region import TensorSpec
+
+Part = Literal["values", "scales"]
+FP8: Final = "float8_e4m3fn"
 Scheme = Literal["fp8_block", "fp8_channel"]
 WIDE_DTYPES: Final = ("float32", "bfloat16", "float16")
 """Dtypes that can be quantised."""
@@ -56,7 +64,7 @@ class Conversion(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     """How a tensor on the wire is made of one at the source of global `shape`: it is the quantised
     `values`, or the `scales` of its blocks. `block` has one length per dim."""
 
-    part: Literal["values", "scales"]
+    part: Part
     shape: tuple[int, ...]
     block: tuple[int, ...]
 
@@ -109,6 +117,49 @@ class Conversion(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         if self.part == "values":
             return self.elements(blocks)
         return Box(blocks.start[:dims], blocks.shape[:dims])
+
+
+class Role(NamedTuple):
+    """What a sink tensor is to quantisation: a part of the quantised tensor `values`."""
+
+    values: str
+    scales: str
+    conversion: Conversion
+
+
+def roles(tensors: Iterable[TensorSpec], rules: Iterable[QuantRule]) -> dict[str, Role]:
+    """The role of each of a sink's `tensors` that has one, by name; the first rule that matches
+    counts. The scales of a listed tensor have theirs whether or not they are listed, too."""
+    rules = list(rules)
+    found: dict[str, Role] = {}
+    for spec in tensors:
+        if spec.dtype != FP8 or len(spec.shape) < 2:
+            continue
+        rule = next((r for r in rules if fnmatchcase(spec.name, r.pattern)), None)
+        if rule is not None:
+            scales, block = rule.scale_name(spec.name), rule.block_of(spec.shape)
+            found[spec.name] = Role(spec.name, scales, Conversion("values", spec.shape, block))
+            found[scales] = Role(spec.name, scales, Conversion("scales", spec.shape, block))
+    return found
+
+
+def with_blocks(layout: Layout, rules: Iterable[QuantRule]) -> Layout:
+    """A sink's `layout` as what it needs of the sources: where these may quantise, the whole blocks
+    of the values that its boxes have a part of. Its views mean nothing."""
+    known = roles(layout.tensors, rules)
+    if not known:
+        return layout
+    numbers = {spec.name: number for number, spec in enumerate(layout.tensors)}
+    entries: list[Entry] = []
+    for entry in layout.entries:
+        spec = layout.tensors[entry.tensor]
+        role = known.get(spec.name)
+        if role is None or role.conversion.part == "scales":
+            entries.append(entry)  # scales, too: a source may hold fp8 already
+        if role is not None and spec.shape in role.conversion.wire_shapes:
+            box = role.conversion.source_box(entry.box)
+            entries.append(Entry(numbers[role.values], box, entry.view))
+    return Layout(tensors=layout.tensors, entries=tuple(entries), ties=layout.ties)
 
 
 class Wide(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
