@@ -59,7 +59,7 @@ class EngineGates:
 
     async def arm(self, version: Version, plan: Plan, apply: Apply) -> None:
         """Closes the gates of every group that the plan fills, between two forwards."""
-        filled = {share.groups[b.group] for share in plan.sink_shares for b in share.buckets}
+        filled = {share.groups[b.group] for share in plan.shares for b in share.buckets}
         groups = tuple(group for group in plan.groups if group in filled)
         whole, deadline = apply == "version", self._gate_seconds
         await self._call(

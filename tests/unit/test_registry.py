@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import pytest
@@ -206,5 +207,6 @@ def test_another_protocol_is_refused() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"\x80", b"\xc1", b"\x93\x90\x91\x00\xc0"])
 def test_a_malformed_answer_is_refused(data: bytes) -> None:
-    with pytest.raises(ControlError, match="malformed answer"):
-        decode_found(data)
+    for packed in (data, zlib.compress(data)):
+        with pytest.raises(ControlError, match="malformed answer"):
+            decode_found(packed)
