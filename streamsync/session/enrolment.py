@@ -43,9 +43,10 @@ _LAST_PAUSE_SECONDS = 5.0
 class Enrolment:
     """Plans with the sources that the hub knows and subscribes to them, again after every change.
 
-    `at_rest()` returns when no sync runs (a plan is frozen while one does); `enrolled()` is called
-    whenever all sessions stand; `failed(error)` when they can't. `again()` asks for another look.
-    `slot` is this replica's place among all, (0, 0) before the hub gave one. Loop thread only.
+    `at_rest()` returns when no version is under way (a plan is frozen while one is); `enrolled()`
+    is called whenever all sessions stand; `failed(error)` when they can't. `again()` asks for
+    another look. `slot` is this replica's place among all, (0, 0) before the hub gave one. Loop
+    thread only.
     """
 
     def __init__(
@@ -164,6 +165,7 @@ class Enrolment:
                     alias,
                     name,
                 )
+        await self._at_rest()  # again: a version may have begun meanwhile
         await self._subscriptions.use_plan(self.plan, self._sought.sources)
         await self._subscriptions.connect()
         self._check_pool()

@@ -272,11 +272,20 @@ class SinkRank:
     # --- the sources' side ------------------------------------------------------------------
 
     async def _at_rest(self) -> None:
-        while self._machine.target is not None:
-            self._changed.clear()
-            await self._changed.wait()
-        if self._sync_task is not None:  # it may still hold leases, or write
-            await asyncio.wait({self._sync_task})
+        while True:
+            if self._machine.target is not None or self._is_announced:
+                self._changed.clear()
+                await self._changed.wait()
+            elif self._sync_task is not None and not self._sync_task.done():
+                await asyncio.wait({self._sync_task})  # it may still hold leases, or write
+            else:
+                return
+
+    @property
+    def _is_announced(self) -> bool:
+        """Whether a version is under way that a changed session would fail. One that a missing
+        session fails anyhow does not count."""
+        return bool(self._machine.announced) and self._subscriptions.are_whole
 
     def _enrolled(self, plan: Plan) -> None:
         self.plan = plan
@@ -339,10 +348,10 @@ class SinkRank:
     # --- the machine's actions --------------------------------------------------------------
 
     def _feed(self, event: r.Event | Orders) -> None:
-        before = self._machine.state
+        before = self._machine.state, len(self._machine.announced)
         for action in self._machine.feed(event):
             self._perform(action)
-        if self._machine.state is not before:
+        if (self._machine.state, len(self._machine.announced)) != before:
             self._changed.set()
 
     def _perform(self, action: r.Action) -> None:

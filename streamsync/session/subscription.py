@@ -114,6 +114,11 @@ class Subscriptions:
             needed | {name: share for name, share in self._shares.items() if name not in changed},
         )
 
+    @property
+    def are_whole(self) -> bool:
+        """Whether every session of the plan stands."""
+        return len(self.peers) == len(self._shares)
+
     async def connect(self) -> None:
         """Opens every session that is missing; raises the first error after trying all."""
         missing = [name for name in self._shares if name not in self.peers]

@@ -6,6 +6,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -43,10 +46,10 @@ def hub() -> Iterator[Hub]:
 class Trainer:
     """A source in this process."""
 
-    def __init__(self, hub: Hub, transport: str) -> None:
+    def __init__(self, hub: Hub | str, transport: str) -> None:
         self.tensors: dict[str, torch.Tensor] = layers()
         self.publisher = Publisher(
-            self.tensors, hub=hub.address, secret=SECRET, config=config(transport)
+            self.tensors, hub=address(hub), secret=SECRET, config=config(transport)
         )
         self.step = -1
 
@@ -73,8 +76,12 @@ class Trainer:
         return {outcome.replica: outcome for outcome in found}
 
 
-def sink(hub: Hub, transport: str, name: str = "engine") -> Process:
-    return Process("sink", hub.address, SECRET, transport, name)
+def address(hub: Hub | str) -> str:
+    return hub if isinstance(hub, str) else hub.address
+
+
+def sink(hub: Hub | str, transport: str, name: str = "engine") -> Process:
+    return Process("sink", address(hub), SECRET, transport, name)
 
 
 def source(hub: Hub, transport: str) -> Process:
@@ -166,10 +173,12 @@ def test_a_sink_is_stopped(hub: Hub, transport: str) -> None:
 
 
 @contextlib.contextmanager
-def engine_here(hub: Hub, transport: str) -> Iterator[tuple[Subscriber, StillEngine, dict]]:
+def engine_here(hub: Hub | str, transport: str) -> Iterator[tuple[Subscriber, StillEngine, dict]]:
     tensors = layers()
     engine = StillEngine(tensors)
-    with Subscriber(engine, hub=hub.address, secret=SECRET, config=config(transport)) as subscriber:
+    with Subscriber(
+        engine, hub=address(hub), secret=SECRET, config=config(transport)
+    ) as subscriber:
         yield subscriber, engine, tensors
 
 
@@ -250,7 +259,7 @@ def test_the_hub_dies_and_comes_back() -> None:
         for _ in range(2):
             assert trainer.sync() == digest(tensors)
         with Hub(secret=SECRET, port=port) as second:
-            until(lambda: len(second._joins) == 2, SECONDS)
+            until(lambda: second.num_members == 2, SECONDS)
             assert trainer.sync() == digest(tensors)
             with sink(second, "tcp", "late") as late:
                 until(lambda: len(trainer.publisher.transports()) == 2, SECONDS)
@@ -259,6 +268,49 @@ def test_the_hub_dies_and_comes_back() -> None:
                 assert late.ask("wait", trainer.step) == sent == digest(tensors)
             assert trainer.publisher._rank._machine.newest.epoch == epoch
         assert subscriber.version is not None
+
+
+def test_the_hub_process_is_killed() -> None:
+    """Case 44: SIGKILL of the hub. Members register with the one that takes its port, are asked for
+    their outlines again, and nobody plans again or loses a session."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(hub_process(port))
+        trainer = stack.enter_context(Trainer(f"tcp://127.0.0.1:{port}", "tcp"))
+        subscriber, _, tensors = stack.enter_context(engine_here(f"tcp://127.0.0.1:{port}", "tcp"))
+        trainer.publisher.wait_for_replicas(timeout=SECONDS)
+        trainer.sync()
+        plan = subscriber.plan
+        session = subscriber._rank._subscriptions.peers["trainer/0"]
+        epoch = trainer.publisher._rank._machine.newest.epoch
+        first.kill()
+        first.wait()
+        assert trainer.sync() == digest(tensors)
+        stack.enter_context(hub_process(port))
+        with sink(f"tcp://127.0.0.1:{port}", "tcp", "late") as late:
+            trainer.publisher.wait_for_replicas(2, SECONDS)
+            sent = trainer.sync()
+            assert late.ask("wait", trainer.step) == sent == digest(tensors)
+        assert trainer.publisher._rank._machine.newest.epoch == epoch
+        assert subscriber.plan is plan
+        assert subscriber._rank._subscriptions.peers["trainer/0"] is session
+
+
+@contextlib.contextmanager
+def hub_process(port: int) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-m", "streamsync", "hub", "--port", str(port)],
+        env=os.environ | {"STREAMSYNC_SECRET": SECRET},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert str(port) in process.stdout.readline()
+            yield process
+        finally:
+            process.kill()
 
 
 def test_nothing_is_left_of_dead_peers(hub: Hub) -> None:

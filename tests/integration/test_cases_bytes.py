@@ -84,7 +84,7 @@ def test_sizes_around_a_bucket(transport: str) -> None:
             job.sync(step)
             assert differing(source, sink) == []
         assert subscriber.plan is not None
-        buckets = [b for share in subscriber.plan.sink_shares for b in share.buckets]
+        buckets = [b for share in subscriber.plan.shares for b in share.buckets]
         assert max(bucket.nbytes for bucket in buckets) <= BUCKET
         assert len(buckets) > len(source)
 

@@ -262,7 +262,7 @@ def test_one_flipped_bit(
         fill(parameters(source), 0)
         first = job.sync(0)
         assert subscriber.plan is not None
-        per_sync = sum(len(share.buckets) for share in subscriber.plan.sink_shares)
+        per_sync = sum(len(share.buckets) for share in subscriber.plan.shares)
         # Both ends share the plan of faults; only the source's end damages.
         plan.faults = [Fault(kind=kind, frame=per_sync + per_sync // 2)]  # type: ignore[arg-type]
         events["0"] = _outputs(reference, parameters(source))
