@@ -46,7 +46,7 @@ async def test_a_member_that_is_cancelled_while_it_loses_its_hub(
 
     monkeypatch.setattr(HubMember, "_attend", attend)
     curve = Curve("a secret of this job")
-    member = HubMember(curve, "tcp://127.0.0.1:9", lambda _: None, lambda: None, 1.0)  # type: ignore[arg-type,return-value]
+    member = HubMember(curve, "tcp://127.0.0.1:9", lambda _: None, 1.0)  # type: ignore[arg-type,return-value]
     task = asyncio.create_task(member.run())
     await started.wait()
     task.cancel()
