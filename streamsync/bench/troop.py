@@ -23,7 +23,9 @@ from streamsync.control.curve import Curve
 from streamsync.errors import StreamsyncError
 from streamsync.layout.outline import Outline, Record, outline_digest
 
-_POLL_MILLISECONDS = 50
+_LOOK_SECONDS = 0.02
+"""A look at thousands of sockets costs milliseconds: done at once again for every word that came
+meanwhile, it would take the hub's cores."""
 
 
 class Recruit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -61,8 +63,9 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 class Heard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a troop heard. Times are the machine's monotonic clock's: of the first connect, and of
-    the last answer that a sink had not seen; `cpu_seconds` are those used since the first. `found` is the newest answer to each question, `slots`
-    each replica's. `ranks_disagree`: sinks of one question were not answered alike."""
+    the last answer that a sink had not seen; `cpu_seconds` are those used since the first. `found`
+    is the newest answer to each question, `slots` each replica's. `ranks_disagree`: sinks of one
+    question were not answered alike."""
 
     started_at: float
     ended_at: float
@@ -183,7 +186,8 @@ class _Ranks:
         )
 
     def _attend(self) -> None:
-        for sock, _ in self._poller.poll(_POLL_MILLISECONDS):
+        time.sleep(_LOOK_SECONDS)
+        for sock, _ in self._poller.poll(0):
             rank = self._ranks[sock]
             try:
                 while True:
