@@ -21,6 +21,10 @@ MIN_SECRET_BYTES = 8
 _MAX_SOCKETS = 1 << 15
 """A session takes three, so ZeroMQ's default, 1023, would end at 341 sessions."""
 
+_HANDSHAKE_MILLISECONDS = 300_000
+"""Whoever waits gives up by a deadline of its own. ZeroMQ would begin anew after 30 s, and where a
+slow hub has thousands in its queue, each that does makes it slower still."""
+
 
 class JobKeys(NamedTuple):
     """A CURVE key pair, z85 text."""
@@ -83,6 +87,7 @@ class Curve:
         socket.heartbeat_ivl = max(1, min(5000, milliseconds // 3))
         socket.heartbeat_timeout = milliseconds
         socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 1000
+        socket.handshake_ivl = _HANDSHAKE_MILLISECONDS
         return socket
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ from streamsync.errors import (
 )
 from streamsync.layout.outline import outline, outline_digest
 from streamsync.observability.probe import Event, Probe
+from streamsync.plan.check import check_source
 from streamsync.runtime.pool import Pool
 from streamsync.session.audience import Audience
 from streamsync.session.links import OpenTransports
@@ -66,6 +67,7 @@ class SourceRank:
         executor: Executor,
     ) -> None:
         self._binding = binding
+        check_source(name, binding.layout)
         self._outline = outline(binding.layout)
         self._outline_digest = outline_digest(self._outline)
         self._hub = hub

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from streamsync.digest.compiled import compile_bucket
 from streamsync.errors import PlanError, StreamsyncError, TransportError
 from streamsync.plan.check import check_share
-from streamsync.plan.resolve import resolve
+from streamsync.plan.resolve import Places
 from streamsync.runtime.pool import frame_bytes
 from streamsync.stages.copies import prepare_copies
 from streamsync.stages.stream import Stream
@@ -38,6 +38,7 @@ class Streams:
         digest: bool,
     ) -> None:
         self._binding = binding
+        self._places = Places(binding.layout)
         self._pool = pool
         self._executor = executor
         self._is_busy = is_busy
@@ -72,7 +73,7 @@ class Streams:
         return stream
 
     def _prepare(self, share: Share, account: Account) -> Stream:
-        check_share(share, self._binding.layout)
+        check_share(share)
         return Stream(
             share,
             self._copies(share),
@@ -81,7 +82,7 @@ class Streams:
         )
 
     def _copies(self, share: Share) -> list[BucketCopies]:
-        views = resolve(share, self._binding.layout, at_source=True)
+        views = self._places.resolve(share, at_source=True)
         return prepare_copies(share, views, self._binding, at_source=True)
 
     async def rebind(self) -> None:

@@ -18,7 +18,7 @@ from streamsync.errors import (
     root_error,
 )
 from streamsync.plan.plan import Share, share_digest
-from streamsync.plan.resolve import resolve
+from streamsync.plan.resolve import Places
 from streamsync.runtime.pool import frame_bytes
 from streamsync.session.sink_peer import SinkPeer
 from streamsync.stages.copies import prepare_copies
@@ -69,6 +69,7 @@ class Subscriptions:
         self._num_ranks = num_ranks
         self._place = place
         self._binding = binding
+        self._places = Places(binding.layout)
         self._config = config
         self._pool = pool
         self._transports = transports
@@ -267,7 +268,7 @@ class Subscriptions:
         return SinkPeer(info.name, share, feed, dialer, link, choice.name, account)
 
     def _prepare(self, share: Share) -> Feed:
-        views = resolve(share, self._binding.layout, at_source=False)
+        views = self._places.resolve(share, at_source=False)
         return Feed(
             share,
             prepare_copies(share, views, self._binding, at_source=False),
