@@ -180,5 +180,5 @@ class Wide(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 def wide_name(values: str) -> str:
-    """What the wide part of the tensor `values` is called; it is of the same group."""
-    return f"{values}@wide"
+    """What the wide part of the tensor `values` is called: it must be of the same group."""
+    return f"{values}@wide" if "." in values else f"{values}.wide"
