@@ -68,11 +68,6 @@ class EngineGates:
             deadline + self._call_seconds,
         )
 
-    @property
-    def landings(self) -> tuple[Landing, ...]:
-        """What the engine does with tensors that landed in its staging memory."""
-        return self._engine.binding().landings
-
     async def land(self, _version: Version, landing: Landing) -> None:
         """Makes one landing."""
         what = f"the landing of {', '.join(sorted(landing.groups))}"

@@ -399,6 +399,7 @@ class SinkRank:
             version,
             peers,
             self.plan.groups,
+            self._subscriptions.landings,
             self._gates,
             self._scratch,
             self._pool,

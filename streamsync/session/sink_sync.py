@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from streamsync.control.messages import End
+    from streamsync.layout.landing import Landing
     from streamsync.observability.probe import Probe
     from streamsync.runtime.channel import ReceiveHalf, SendHalf
     from streamsync.runtime.pool import Pool
@@ -47,6 +48,7 @@ class SinkSync:
         version: Version,
         peers: Sequence[SinkPeer],
         groups: Sequence[str],
+        landings: Sequence[Landing],
         gates: EngineGates,
         scratch: torch.Tensor,
         pool: Pool,
@@ -86,7 +88,7 @@ class SinkSync:
             whole=self._whole,
             arrived=self._arrived,
             landed=self._landed,
-            landings=gates.landings,
+            landings=landings,
             land=gates.land,
         )
         self._receivers: list[Receiver] = []

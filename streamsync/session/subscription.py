@@ -23,6 +23,7 @@ from streamsync.runtime.pool import frame_bytes
 from streamsync.session.sink_peer import SinkPeer
 from streamsync.stages.copies import prepare_copies
 from streamsync.stages.load import Feed
+from streamsync.stages.wide import stage_wide
 from streamsync.transports.choice import choose
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from streamsync.control.curve import Curve
     from streamsync.control.found import SourceInfo
     from streamsync.layout.binding import Binding
+    from streamsync.layout.landing import Landing
+    from streamsync.plan.conversion import Wide
     from streamsync.plan.plan import Plan
     from streamsync.runtime.pool import Pool
     from streamsync.session.links import OpenTransports
@@ -69,6 +72,8 @@ class Subscriptions:
         self._num_ranks = num_ranks
         self._place = place
         self._binding = binding
+        self._wide: tuple[Wide, ...] = ()
+        self._staged = binding  # with memory for what is wide
         self._places = Places(binding.layout)
         self._config = config
         self._pool = pool
@@ -100,20 +105,34 @@ class Subscriptions:
             if name not in needed:
                 needed[name] = _empty_share(name, self._sink, plan.membership_epoch)
         infos = {info.name: info for info in sources if info.name in needed}
+        old, new = self._wide, plan.wide
+        restaged = {wide.name for wide in (*old, *new)} if old != new else set()
         changed = [
             name
             for name, share in self._shares.items()
             if name not in needed
             or needed[name].digest != share.digest
             or infos[name] != self._infos[name]
+            or any(tensor.name in restaged for tensor in share.tensors)
         ]
         await self._drop(changed, "the plan changed", returning=set(needed))
         for name in changed:
             self._feeds.pop(name, None)
+        if restaged:
+            self._wide = plan.wide
+            self._staged = await asyncio.get_running_loop().run_in_executor(
+                self._executor, partial(stage_wide, plan, self._binding)
+            )
+            self._places = Places(self._staged.layout)
         self._infos, self._shares = (
             infos,
             needed | {name: share for name, share in self._shares.items() if name not in changed},
         )
+
+    @property
+    def landings(self) -> tuple[Landing, ...]:
+        """What is done with tensors that landed in staging memory, the plan's and the engine's."""
+        return self._staged.landings
 
     @property
     def are_whole(self) -> bool:
@@ -271,7 +290,7 @@ class Subscriptions:
         views = self._places.resolve(share, at_source=False)
         return Feed(
             share,
-            prepare_copies(share, views, self._binding, at_source=False),
+            prepare_copies(share, views, self._staged, at_source=False),
             [compile_bucket(share, b) for b in share.buckets] if self._config.digest else None,
         )
 
