@@ -26,6 +26,11 @@ _HANDSHAKE_MILLISECONDS = 300_000
 slow hub has thousands in its queue, each that does makes it slower still."""
 
 
+_CONNECT_MILLISECONDS = 3000
+"""A connection that a full queue swallowed is tried again after this; the kernel would double its
+pauses, up to a minute."""
+
+
 class JobKeys(NamedTuple):
     """A CURVE key pair, z85 text."""
 
@@ -88,6 +93,7 @@ class Curve:
         socket.heartbeat_timeout = milliseconds
         socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 1000
         socket.handshake_ivl = _HANDSHAKE_MILLISECONDS
+        socket.connect_timeout = _CONNECT_MILLISECONDS
         return socket
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("streamsync.hub")
 
+_NUM_DOORS = 16
 _COALESCE_SECONDS = 0.05
 _WORDS_BEFORE_LOST = 6
 """A member that is alive says so this often in the time after which it is lost."""
@@ -87,7 +88,12 @@ class Hub:
         try:
             curve.start()
             self._listener = Listener(
-                curve, self._host, self._port, self._on_message, self._on_lost
+                curve,
+                self._host,
+                self._port,
+                self._on_message,
+                self._on_lost,
+                num_doors=_NUM_DOORS,
             )
             try:
                 self.address = self._listener.endpoint

@@ -95,9 +95,17 @@ def resolve_endpoint(host: str, port: int) -> str:
     return f"tcp://{literal}:{port or '*'}"
 
 
+def _family(endpoint: str) -> int:
+    return sockets.AF_INET6 if "[" in endpoint else sockets.AF_INET
+
+
 class Listener:
     """A bound socket. `handle(peer, message)` is called for each message in order and must not
-    block; a `StreamsyncError` that it raises is sent back as `Error`. `peer` is the dialer's id."""
+    block; a `StreamsyncError` that it raises is sent back as `Error`. `peer` is the dialer's id.
+
+    ZeroMQ lets one dialer in each time that it has looked at all connections; with `num_doors` it
+    is as many, which a hub of thousands needs.
+    """
 
     def __init__(
         self,
@@ -106,19 +114,26 @@ class Listener:
         port: int,
         handle: Callable[[bytes, AnyMessage], None],
         lost: Callable[[bytes, str], None],
+        *,
+        num_doors: int = 1,
     ) -> None:
         endpoint = resolve_endpoint(host, port)
         self._socket: zmq.Socket[bytes] = zmq.Socket.shadow(curve.server(zmq.ROUTER, endpoint))
         self._socket.router_mandatory = True
         self._socket.router_handover = True
-        self._socket.backlog = _BACKLOG
         self._wire = Wire(self._socket)
         self._handle = handle
         self._lost = lost
         self._known: set[bytes] = set()
         try:
-            self._socket.bind(endpoint)
-        except zmq.ZMQError as error:
+            with sockets.create_server(
+                (host, port), family=_family(endpoint), backlog=_BACKLOG
+            ) as s:
+                s.setblocking(False)
+                for _ in range(num_doors):
+                    self._socket.setsockopt(zmq.USE_FD, os.dup(s.fileno()))
+                    self._socket.bind(endpoint)
+        except OSError as error:
             self._socket.close()
             raise ConfigError(f"can't listen on {host}:{port}: {error}") from error
         self.endpoint = bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
