@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from streamsync.errors import PlanError
+from streamsync.errors import LayoutError, PlanError
 from streamsync.plan.plan import share_digest
+from streamsync.plan.refusal import Findings, head
 
 if TYPE_CHECKING:
-    from streamsync.layout.region import Entry, Layout
-    from streamsync.plan.plan import Piece, Share
-    from streamsync.plan.refusal import Findings
+    from streamsync.layout.region import Box, Layout, View
+    from streamsync.plan.plan import Share
 
 
 def check_layout(rank: str, layout: Layout, findings: Findings) -> bool:
-    """Whether `layout` is consistent in itself: a peer may have sent anything. Finding: layout."""
+    """Whether the layout of `rank` is consistent in itself. Finding: layout."""
     names = {spec.name for spec in layout.tensors}
     good = True
 
@@ -39,32 +37,43 @@ def check_layout(rank: str, layout: Layout, findings: Findings) -> bool:
             refuse(f"number {entry.tensor}", f"only {len(layout.tensors)} tensors are listed")
             continue
         spec, box = layout.tensors[entry.tensor], entry.box
-        dims = len(spec.shape)
-        if not len(box.start) == len(box.shape) == len(entry.view.strides) == dims:
-            refuse(spec.name, f"box, view and tensor differ in the number of dims ({dims})")
-        elif any(
-            a < 0 or n < 0 or a + n > size
-            for a, n, size in zip(box.start, box.shape, spec.shape, strict=True)
-        ):
-            refuse(spec.name, f"box {box} lies outside of shape {list(spec.shape)}")
+        shape = spec.shape
+        if not len(box.start) == len(box.shape) == len(entry.view.strides) == len(shape):
+            refuse(spec.name, f"box, view and tensor differ in the number of dims ({len(shape)})")
+            continue
+        for a, n, size in zip(box.start, box.shape, shape, strict=True):
+            if a < 0 or n < 0 or a + n > size:
+                refuse(spec.name, f"box {box} lies outside of shape {list(shape)}")
+                break
     return good
 
 
-def _offset(entry: Entry) -> int:
-    return entry.view.offset
+def check_source(rank: str, layout: Layout) -> None:
+    """Raises `LayoutError` unless a source may publish `layout`: it is consistent, and no box of a
+    tensor lies in two places, which could hold two different values."""
+    findings = Findings(rank)
+    if not check_layout(rank, layout, findings):
+        raise LayoutError("; ".join(head(findings.texts("layout"))), rank=rank)
+    places: dict[tuple[int, Box], View] = {}
+    for entry in layout.entries:
+        known = places.setdefault((entry.tensor, entry.box), entry.view)
+        if known != entry.view and entry.box.numel:
+            raise LayoutError(
+                f"{entry.box} of it is held in two places, and nothing says whose values count; "
+                "publish each box once",
+                tensor=layout.tensors[entry.tensor].name,
+                rank=rank,
+            )
 
 
-def check_share(share: Share, layout: Layout) -> None:
-    """Raises `PlanError` unless `share` moves nothing but boxes of `layout`, packed without gaps.
-
-    A source calls it on the share that a sink made for it: every view must be the view of its box
-    within one of the source's own entries, so that nothing else is ever read or sent.
-    """
+def check_share(share: Share) -> None:
+    """Raises `PlanError` unless `share` is consistent in itself: packed without gaps, numbered in
+    order, its digest that of its content. Whether it fits a layout, `resolve` finds out."""
 
     def refusal(what: str, tensor: str | None = None, bucket: int | None = None) -> PlanError:
         return PlanError(
-            f"the share that {share.sink} made for {share.source} does not fit it: {what}; "
-            "the layout has changed or the peer is broken: plan again",
+            f"the share that {share.sink} made for {share.source} is malformed: {what}; the peer "
+            "is broken or runs another version: plan again",
             rank=share.source,
             peer=share.sink,
             tensor=tensor,
@@ -73,44 +82,25 @@ def check_share(share: Share, layout: Layout) -> None:
 
     if share.digest != share_digest(share):
         raise refusal("its digest is not that of its content")
-    entries: defaultdict[tuple[int, tuple[int, ...]], list[Entry]] = defaultdict(list)
-    for entry in layout.entries:
-        entries[entry.view.storage, entry.view.strides].append(entry)
-    for places in entries.values():
-        places.sort(key=_offset)
-
-    def is_ours(piece: Piece) -> bool:
-        tensor = share.tensors[piece.tensor]
-        places = entries.get((piece.view.storage, piece.view.strides), [])
-        # Backwards from where the piece begins: in one flat buffer the first is nearly always it.
-        for i in range(bisect_right(places, piece.view.offset, key=_offset) - 1, -1, -1):
-            entry = places[i]
-            spec = layout.tensors[entry.tensor]
-            if (
-                (spec.shape, spec.dtype) == (tensor.shape, tensor.source_dtype)
-                and entry.box.contains(piece.box)
-                and entry.view.within(entry.box, piece.box) == piece.view
-            ):
-                return True
-        return False
-
+    wires = [tensor.wire for tensor in share.tensors]
+    itemsizes = [wire.itemsize for wire in wires]
     for index, bucket in enumerate(share.buckets):
         if bucket.index != index or not 0 <= bucket.group < len(share.groups):
             raise refusal("its buckets are not numbered in order", bucket=index)
         at = 0
         for piece in bucket.pieces:
-            if not 0 <= piece.tensor < len(share.tensors):
+            if not 0 <= piece.tensor < len(wires):
                 raise refusal(f"it has no tensor number {piece.tensor}", bucket=index)
-            wire = share.tensors[piece.tensor].wire
-            dims = {len(wire.shape), len(piece.box.start), len(piece.box.shape)}
-            if dims != {len(piece.view.strides)} or min(piece.box.shape, default=1) < 1:
-                raise refusal("a box and its view differ in dims, or it is empty", wire.name, index)
-            if not is_ours(piece):
-                raise refusal(
-                    f"no entry of the layout holds box {piece.box} there", wire.name, index
-                )
+            wire, box = wires[piece.tensor], piece.box
+            if not len(wire.shape) == len(box.start) == len(box.shape):
+                raise refusal("a box and its tensor differ in dims", wire.name, index)
+            numel = 1
+            for a, n, size in zip(box.start, box.shape, wire.shape, strict=True):
+                if a < 0 or n < 1 or a + n > size:
+                    raise refusal(f"box {box} is empty or lies outside of it", wire.name, index)
+                numel *= n
             if piece.offset != at:
                 raise refusal(f"a piece begins at byte {piece.offset}, not {at}", wire.name, index)
-            at += piece.box.numel * wire.itemsize
+            at += numel * itemsizes[piece.tensor]
         if not 0 < at == bucket.nbytes:
             raise refusal(f"{bucket.nbytes} bytes said, {at} bytes packed", bucket=index)

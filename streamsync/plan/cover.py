@@ -7,55 +7,97 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from streamsync.layout.region import Box, Entry
+    from streamsync.layout.region import Box
+    from streamsync.plan.holders import Holders
     from streamsync.plan.match import Holding, Match
     from streamsync.plan.refusal import Findings
 
 
 class Cell(NamedTuple):
-    """A box that one source rank can send whole, and every holding that contains it.
+    """A box that one source rank can send whole: any of `ranks` (ascending numbers) holds it."""
 
-    `match` is the position of its tensor among the matches, `entry` the sink's entry it is for.
-    """
-
-    match: int
     box: Box
-    entry: Entry
-    holdings: Sequence[Holding]
+    numel: int
+    ranks: tuple[int, ...]
 
 
-def cover(matches: Sequence[Match], findings: Findings) -> list[Cell]:
-    """Cuts what the sink needs into disjoint cells that together are all of it.
+class Coverage:
+    """Cuts what a sink needs into disjoint cells that together are all of it.
 
-    A sink box is cut only where the boxes of the sources differ. Findings: hole (bytes no source
-    holds), overlap (elements that two of the sink's entries ask for).
+    Tensors that are cut alike on both sides, as those of all layers and experts are, are cut once.
+    Findings: hole (bytes no source holds), overlap (elements that
+    two of the sink's entries ask for).
     """
-    cells: list[Cell] = []
-    for number, match in enumerate(matches):
-        name, shape = match.sink.name, match.sink.shape
-        boxes = [entry.box for entry in match.entries if entry.box.numel]
+
+    def __init__(self, holders: Holders, findings: Findings) -> None:
+        self._holders = holders
+        self._findings = findings
+        self._sets: dict[frozenset[int], tuple[int, ...]] = {}
+        self._known: dict[
+            tuple[tuple[Box, ...], int], tuple[tuple[Holding, ...], tuple[Cell, ...]]
+        ] = {}
+
+    def cells(self, match: Match) -> tuple[Cell, ...]:
+        """The cells of one tensor, by entry and in order of their corners."""
+        # By identity: tensors held alike have one tuple, and what is known keeps it alive.
+        key = (match.boxes, id(match.holdings))
+        known = self._known.get(key)
+        if known is not None:
+            return known[1]
+        cells = self._cut(match)
+        if cells is None:
+            return ()
+        self._known[key] = (match.holdings, cells)
+        return cells
+
+    def _cut(self, match: Match) -> tuple[Cell, ...] | None:
+        name, shape = match.tensor.name, match.tensor.shape
+        boxes = [box for box in match.boxes if box.numel]
         clash = first_overlap(boxes)
         if clash is not None:
             text = f"{name}: {extent(clash, shape)} in two of its entries"
-            findings.add("overlap", name, text)
+            self._findings.add("overlap", name, text)
+        cells: list[Cell] = []
         holes: list[Box] = []
-        for entry in match.entries:
-            if not entry.box.numel:
-                continue
-            parts, covered = split(entry.box, match.source.holdings)
+        for box in boxes:
+            parts, covered = split(box, match.holdings)
             if covered:
-                cells.extend(Cell(number, box, entry, holdings) for box, holdings in parts)
+                for part, holders in parts:
+                    held_by = {holding.holders for holding in holders}
+                    cells.append(Cell(part, part.numel, self._ranks_of(frozenset(held_by))))
             else:
-                holes.extend(without(entry.box, [h.box for h in match.source.holdings]))
+                holes.extend(without(box, [holding.box for holding in match.holdings]))
         if holes:
-            text = f"{name} {match.sink.dtype}{list(shape)}: no source holds "
-            text += ", ".join(extent(box, shape) for box in holes[:4])
-            text += f" and {len(holes) - 4} more boxes" if len(holes) > 4 else ""
-            ranks = sorted({h.rank for h in match.source.holdings})
-            text += f"; held in part by {', '.join(ranks[:8])}" if ranks else "; held by nobody"
-            text += f" and {len(ranks) - 8} more ranks" if len(ranks) > 8 else ""
-            findings.add("hole", name, text)
-    return cells
+            self._findings.add("hole", name, self._hole(match, boxes, holes))
+        return None if holes or clash is not None else tuple(cells)
+
+    def _ranks_of(self, classes: frozenset[int]) -> tuple[int, ...]:
+        """All ranks of some classes; one object per set."""
+        ranks = self._sets.get(classes)
+        if ranks is None:
+            members = {rank for number in classes for rank in self._holders.classes[number].ranks}
+            ranks = self._sets[classes] = tuple(sorted(members))
+        return ranks
+
+    def _hole(self, match: Match, boxes: Sequence[Box], holes: Sequence[Box]) -> str:
+        tensor = match.tensor
+        shape = tensor.shape
+        text = f"{tensor.name} {tensor.wire_dtype}{list(shape)}: no source holds "
+        text += _some([extent(box, shape) for box in holes], 4)
+        text += f"; the sink needs {_some([extent(box, shape) for box in boxes], 2)}"
+        if not match.holdings:
+            return f"{text}; held by nobody"
+        held: list[str] = []
+        for holding in match.holdings:
+            ranks = self._holders.classes[holding.holders].ranks
+            names = _some([self._holders.ranks[rank] for rank in ranks], 2)
+            held.append(f"{extent(holding.box, shape)} by {names}")
+        return f"{text}; the sources hold {_some(held, 8)}"
+
+
+def _some(items: Sequence[str], limit: int) -> str:
+    shown = ", ".join(items[:limit])
+    return shown + (f" and {len(items) - limit} more" if len(items) > limit else "")
 
 
 def split(need: Box, holdings: Iterable[Holding]) -> tuple[list[tuple[Box, list[Holding]]], bool]:

@@ -16,7 +16,7 @@ _MAX_LINES: Final = 20
 def explain(plan: Plan) -> str:
     """A report of several lines: totals, sources and their balance, groups, casts, ties, and what
     stays as it is."""
-    shares = plan.source_shares
+    shares = plan.shares
     num_buckets = sum(len(share.buckets) for share in shares)
     lines = [
         f"plan of {plan.sink}: {size(plan.needed_bytes)} of {len(plan.tensors)} tensors in "

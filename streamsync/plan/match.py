@@ -3,48 +3,49 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
-from streamsync.plan.refusal import Findings, suggest_renames
+from streamsync.plan.plan import SharedTensor
+from streamsync.plan.question import is_wanted, renamed
+from streamsync.plan.refusal import suggest_renames
 from streamsync.types import DTYPE_ITEMSIZES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator
 
-    from streamsync.layout.region import Box, Entry, Layout, TensorSpec, View
+    from streamsync.layout.outline import Record
+    from streamsync.layout.region import Box, Layout, TensorSpec
+    from streamsync.plan.holders import Holders
     from streamsync.plan.plan import Rules
+    from streamsync.plan.refusal import Findings
 
 
 class Holding(NamedTuple):
-    """One box that a source rank holds, and where."""
+    """One box that all ranks of one class hold; `holders` is the class's number."""
 
-    rank: str
     box: Box
-    view: View
+    holders: int
 
 
-@dataclass(slots=True)
-class Held:
-    """A tensor as the sources together hold it, under its name at the sink (`name`) and at the
-    source (`source_name`). A tied name lists the holdings of the memory it stands for."""
+class Held(NamedTuple):
+    """A tensor as the sources together hold it. Tensors held alike have one `holdings` object."""
 
-    name: str
     source_name: str
-    rank: str
     shape: tuple[int, ...]
     dtype: str
-    holdings: list[Holding] = field(default_factory=list)
+    holdings: tuple[Holding, ...]
 
 
 @dataclass(slots=True, frozen=True)
 class Match:
-    """A sink tensor, the sink's entries of it, and the source tensor that feeds it."""
+    """A tensor on its way, the boxes of it that the sink needs, and who holds what of it, in the
+    coordinates of the wire."""
 
-    sink: TensorSpec
-    entries: list[Entry]
-    source: Held
+    tensor: SharedTensor
+    boxes: tuple[Box, ...]
+    holdings: tuple[Holding, ...]
 
 
 @dataclass(slots=True, frozen=True)
@@ -60,21 +61,108 @@ class Matching:
     shadowed: dict[str, str]
 
 
-def match(
-    sink: Layout, sources: Mapping[str, Layout], rules: Rules, findings: Findings
-) -> Matching:
+class Sources:
+    """What the sources list and hold, by the sink's names. Findings: disagree."""
+
+    def __init__(self, holders: Holders, rules: Rules, findings: Findings) -> None:
+        self._records: list[tuple[int, Record]] = [
+            (number, record)
+            for number, holder in enumerate(holders.classes)
+            for record in holder.records
+        ]
+        self._holders = holders
+        self._listed: dict[str, Record] = {}
+        self._source_names: dict[str, str] = {}
+        self._alike: dict[tuple[int, ...], tuple[Holding, ...]] = {}
+        by_name: defaultdict[str, list[int]] = defaultdict(list)
+        for number, (_, record) in enumerate(self._records):
+            for name in record.names():
+                by_name[name].append(number)
+        self._by_name = by_name
+        for record in holders.catalogue:
+            for name in record.names():
+                self._list(name, record, rules, findings)
+
+    def _list(self, name: str, record: Record, rules: Rules, findings: Findings) -> None:
+        sink_name = renamed(name, rules) if rules.renames else name
+        known = self._listed.setdefault(sink_name, record)
+        if known is record:
+            if sink_name != name:
+                self._source_names[sink_name] = name
+            return
+        if self._source_names.get(sink_name, sink_name) != name:
+            text = f"{sink_name}: two names of the sources are renamed to it, {name} is one"
+            findings.add("layout", sink_name, text)
+        else:
+            texts = [
+                self._at(describe(sink_name, r.shape, r.dtype), name, r) for r in (known, record)
+            ]
+            findings.add("disagree", sink_name, ", ".join(texts))
+
+    def _at(self, text: str, name: str, listed: Record) -> str:
+        for number in self._by_name.get(name, ()):
+            holders, record = self._records[number]
+            if (record.shape, record.dtype) == (listed.shape, listed.dtype):
+                rank = self._holders.classes[holders].ranks[0]
+                return f"{text} at {self._holders.ranks[rank]}"
+        return text
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._listed)
+
+    def source_name(self, name: str) -> str:
+        """What the sources call the sink's `name`."""
+        return self._source_names.get(name, name)
+
+    def spec(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Global shape and dtype of a listed name."""
+        record = self._listed[name]
+        return record.shape, record.dtype
+
+    def find(self, name: str) -> Held | None:
+        """The tensor that the sink calls `name`, None if no source lists it."""
+        record = self._listed.get(name)
+        if record is None:
+            return None
+        source_name = self._source_names.get(name, name) if self._source_names else name
+        numbers = tuple(self._by_name.get(source_name, ()))
+        holdings = self._alike.get(numbers)
+        if holdings is None:
+            holdings = self._alike[numbers] = tuple(
+                dict.fromkeys(
+                    Holding(box, holders)
+                    for holders, held in (self._records[number] for number in numbers)
+                    for box in held.boxes
+                )
+            )
+        return Held(source_name, record.shape, record.dtype, holdings)
+
+    def find_tied(self, name: str, rules: Rules) -> Held | None:
+        """The tensor that a rule calls `name`, as the sink or as the source does."""
+        return self.find(name) or self.find(renamed(name, rules))
+
+    def is_one_memory(self, one: str, other: str) -> bool:
+        """Whether two source names are tied at the sources."""
+        ties = self._holders.ties
+        return ties.get(one, one) == ties.get(other, other)
+
+    def ties(self) -> list[tuple[str, str]]:
+        """(alias, name) of all ties of the sources, by source names."""
+        return list(self._holders.ties.items())
+
+
+def match(sink: Layout, holders: Holders, rules: Rules, findings: Findings) -> Matching:
     """Pairs every tensor that `sink` has entries of with a source tensor.
 
     A sink tensor without entries is held by another rank of the replica; listing it makes the
-    source's tensor a needed one. Findings: missing, extra, shape, dtype, disagree.
+    source's tensor a needed one. Findings: missing, extra, shape, dtype, disagree, subset.
     """
-    held = _index_sources(sources, rules, findings)
-    by_source_name = {h.source_name: h for h in held.values()}
-    entries: defaultdict[int, list[Entry]] = defaultdict(list)
+    sources = Sources(holders, rules, findings)
+    boxes: defaultdict[int, list[Box]] = defaultdict(list)
     for entry in sink.entries:
-        entries[entry.tensor].append(entry)
-    specs = {spec.name: spec for spec in sink.tensors}
-    aliases = _sink_aliases(sink, specs, entries, findings)
+        boxes[entry.tensor].append(entry.box)
+    listed = {spec.name for spec in sink.tensors}
+    aliases = _sink_aliases(sink, boxes, findings)
     names_of: defaultdict[str, list[str]] = defaultdict(list)
     for alias, name in aliases.items():
         names_of[name].append(alias)
@@ -82,31 +170,37 @@ def match(
     matches: list[Match] = []
     left: dict[str, str] = {}
     shadowed: dict[str, str] = {}
-    used: set[str] = set(specs) | set(rules.ties)
-    for index, spec in enumerate(sink.tensors):
+    fed_by: set[str] = set()
+    for number, needed in boxes.items():
+        spec = sink.tensors[number]
         if spec.name in aliases:
             continue
-        source = _feeding(spec.name, names_of[spec.name], held, by_source_name, rules)
-        mine = entries.get(index, [])
-        waiver = next((w for w in rules.waivers if fnmatchcase(spec.name, w.pattern)), None)
-        if source is not None:
-            used.add(source.name)
-            for alias in names_of[spec.name]:
-                if alias in held and held[alias].holdings != source.holdings:
-                    shadowed[alias] = source.source_name
-            if waiver is not None and _is_unused(source, rules):
-                left[spec.name] = waiver.reason
-            elif _agrees(spec, source, rules, findings) and mine:
-                matches.append(Match(spec, mine, source))
-        elif not mine:
+        if not is_wanted(spec.name, rules):
+            left[spec.name] = "outside of the declared subset"
             continue
-        elif waiver is not None:
+        names = names_of.get(spec.name, [])
+        held = _feeding(spec.name, names, sources, rules)
+        waiver = next((w for w in rules.waivers if fnmatchcase(spec.name, w.pattern)), None)
+        if held is None:
+            if waiver is None:
+                findings.add("missing", spec.name, describe(spec.name, spec.shape, spec.dtype))
+            else:
+                left[spec.name] = waiver.reason
+            continue
+        fed_by.add(held.source_name)
+        for alias in names:
+            apart = sources.find(alias)
+            if apart is not None and not sources.is_one_memory(apart.source_name, held.source_name):
+                shadowed[alias] = held.source_name
+        if waiver is not None and _is_unused(held.source_name, spec.name, rules):
             left[spec.name] = waiver.reason
-        elif rules.partial:
-            left[spec.name] = "partial update: no source sends it"
-        else:
-            findings.add("missing", spec.name, describe(spec.name, spec.shape, spec.dtype))
-    unused = _spare(held, sources, used, rules, findings)
+        elif _agrees(spec, held, rules, findings):
+            tensor = SharedTensor(spec.name, held.source_name, held.shape, held.dtype, spec.dtype)
+            matches.append(Match(tensor, tuple(needed), held.holdings))
+    if rules.subset and not any(is_wanted(name, rules) for name in listed):
+        for pattern in rules.subset:
+            findings.add("subset", pattern, pattern)
+    unused = _spare(sources, listed, fed_by, rules, findings)
     for source_prefix, sink_prefix, count in suggest_renames(
         findings.tensors("missing"), findings.tensors("extra")
     )[:3]:
@@ -122,108 +216,58 @@ def describe(name: str, shape: tuple[int, ...], dtype: str) -> str:
     return f"{name} {dtype}{list(shape)}"
 
 
-def _index_sources(
-    sources: Mapping[str, Layout], rules: Rules, findings: Findings
-) -> dict[str, Held]:
-    held: dict[str, Held] = {}
-    for rank in sorted(sources):
-        layout = sources[rank]
-        names = [_renamed(spec.name, rules) for spec in layout.tensors]
-        if len(set(names)) != len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            findings.add("layout", twice, f"{twice} of {rank}: two of its names are renamed to it")
-            continue
-        for name, spec in zip(names, layout.tensors, strict=True):
-            known = held.get(name)
-            if known is None:
-                held[name] = Held(name, spec.name, rank, spec.shape, spec.dtype)
-            elif (known.shape, known.dtype) != (spec.shape, spec.dtype):
-                ours = describe(name, spec.shape, spec.dtype)
-                theirs = f"{known.dtype}{list(known.shape)} at {known.rank}"
-                findings.add("disagree", name, f"{ours} at {rank}, {theirs}")
-        mine: defaultdict[str, list[Holding]] = defaultdict(list)
-        for entry in layout.entries:
-            mine[names[entry.tensor]].append(Holding(rank, entry.box, entry.view))
-        for alias, name in layout.ties.items():
-            alias, name = _renamed(alias, rules), _renamed(name, rules)
-            if alias not in mine and name in mine:
-                mine[alias] = mine[name]
-        for name, holdings in mine.items():
-            if len(holdings) > 1:
-                holdings = _once(name, holdings, findings)
-            held[name].holdings.extend(holdings)
-    return held
-
-
-def _once(name: str, holdings: list[Holding], findings: Findings) -> list[Holding]:
-    """One rank's holdings of one tensor without repetitions. The same box in two places could hold
-    two different values, and nothing says which one is meant."""
-    by_box: dict[Box, Holding] = {}
-    for holding in holdings:
-        other = by_box.setdefault(holding.box, holding)
-        if other.view != holding.view and holding.box.numel:
-            text = f"{name}: {holding.rank} holds {holding.box} in two places"
-            findings.add("disagree", name, text)
-    return list(by_box.values())
-
-
-def _sink_aliases(
-    sink: Layout,
-    specs: Mapping[str, TensorSpec],
-    entries: Mapping[int, list[Entry]],
-    findings: Findings,
-) -> dict[str, str]:
+def _sink_aliases(sink: Layout, boxes: dict[int, list[Box]], findings: Findings) -> dict[str, str]:
     """`sink.ties`, checked: an alias has no memory of its own and looks like what it stands for."""
-    for index, spec in enumerate(sink.tensors):
-        name = sink.ties.get(spec.name)
-        if name is None:
-            continue
-        if index in entries:
-            text = f"{spec.name}: tied to {name}, yet has entries of its own"
-            findings.add("overlap", spec.name, text)
-        target = specs[name]
+    if not sink.ties:
+        return {}
+    numbers = {spec.name: number for number, spec in enumerate(sink.tensors)}
+    for alias, name in sink.ties.items():
+        number = numbers[alias]
+        spec, target = sink.tensors[number], sink.tensors[numbers[name]]
+        if number in boxes:
+            text = f"{alias}: tied to {name}, yet has entries of its own"
+            findings.add("overlap", alias, text)
         if (spec.shape, spec.dtype) != (target.shape, target.dtype):
-            text = f"{describe(*_parts(spec))} is tied to {describe(*_parts(target))}"
-            findings.add("layout", spec.name, text)
+            ours = describe(alias, spec.shape, spec.dtype)
+            text = f"{ours} is tied to {describe(name, target.shape, target.dtype)}"
+            findings.add("layout", alias, text)
     return dict(sink.ties)
 
 
-def _parts(spec: TensorSpec) -> tuple[str, tuple[int, ...], str]:
-    return spec.name, spec.shape, spec.dtype
-
-
-def _feeding(
-    name: str,
-    aliases: Iterable[str],
-    held: Mapping[str, Held],
-    by_source_name: Mapping[str, Held],
-    rules: Rules,
-) -> Held | None:
+def _feeding(name: str, aliases: Iterable[str], sources: Sources, rules: Rules) -> Held | None:
     """The source tensor whose values the sink tensor `name` takes: a rule's, its own name's, or
     that of another name of the same sink memory. One that holds no bytes comes last."""
+    own = sources.find(name)
+    if not rules.ties and not aliases:
+        return own
     candidates: list[Held] = []
     tied = rules.ties.get(name)
     if tied is not None:
-        found = held.get(tied) or by_source_name.get(tied)
+        found = sources.find_tied(tied, rules)
         if found is not None:
             candidates.append(found)
-    candidates.extend(held[n] for n in (name, *aliases) if n in held)
+    if own is not None:
+        candidates.append(own)
+    candidates.extend(held for held in map(sources.find, aliases) if held is not None)
     return next((h for h in candidates if h.holdings), candidates[0] if candidates else None)
 
 
-def _agrees(spec: TensorSpec, source: Held, rules: Rules, findings: Findings) -> bool:
+def _agrees(spec: TensorSpec, held: Held, rules: Rules, findings: Findings) -> bool:
     """Whether shapes are equal and the dtypes are, too, or a rule allows the cast."""
-    called = "" if source.source_name == spec.name else f" (as {source.source_name})"
-    ours = describe(*_parts(spec))
-    if spec.shape != source.shape:
-        theirs = f"{source.dtype}{list(source.shape)}"
-        findings.add("shape", spec.name, f"{ours}, {theirs} at {source.rank}{called}")
+    if (spec.shape, spec.dtype) == (held.shape, held.dtype) and spec.dtype in DTYPE_ITEMSIZES:
+        return True
+    called = "" if held.source_name == spec.name else f" (as {held.source_name})"
+    ours = describe(spec.name, spec.shape, spec.dtype)
+    if spec.shape != held.shape:
+        text = f"{ours}, {held.dtype}{list(held.shape)} at the sources{called}"
+        findings.add("shape", spec.name, text, advice=_shape_advice(spec.shape, held.shape))
         return False
-    if not {spec.dtype, source.dtype} <= DTYPE_ITEMSIZES.keys():
-        findings.add("unknown", spec.name, f"{ours}, {source.dtype} at {source.rank}{called}")
+    text = f"{ours}, {held.dtype} at the sources{called}"
+    if not {spec.dtype, held.dtype} <= DTYPE_ITEMSIZES.keys():
+        findings.add("unknown", spec.name, text)
         return False
-    if spec.dtype == source.dtype or any(
-        rule.source == source.dtype
+    if any(
+        rule.source == held.dtype
         and rule.sink == spec.dtype
         and fnmatchcase(spec.name, rule.pattern)
         for rule in rules.casts
@@ -232,55 +276,55 @@ def _agrees(spec: TensorSpec, source: Held, rules: Rules, findings: Findings) ->
     findings.add(
         "dtype",
         spec.name,
-        f"{ours}, {source.dtype} at {source.rank}{called}",
-        advice=f'add CastRule(source="{source.dtype}", sink="{spec.dtype}", pattern="...") '
+        text,
+        advice=f'add CastRule(source="{held.dtype}", sink="{spec.dtype}", pattern="...") '
         "for the tensors that may lose precision",
     )
     return False
 
 
-def _spare(
-    held: Mapping[str, Held],
-    sources: Mapping[str, Layout],
-    used: set[str],
-    rules: Rules,
-    findings: Findings,
-) -> tuple[str, ...]:
-    """Source tensors nobody needs that a rule lets go; the others are found extra."""
-    ties = {
-        (_renamed(alias, rules), _renamed(name, rules))
-        for layout in sources.values()
-        for alias, name in layout.ties.items()
-    }
-    for alias, name in ties:
-        if alias in used:
-            used.add(name)
-    for alias, name in ties:
-        if name in used:
-            used.add(alias)
-    unused: list[str] = []
-    for source in held.values():
-        if source.name in used:
-            continue
-        if _is_unused(source, rules):
-            unused.append(source.source_name)
-        else:
-            text = describe(source.source_name, source.shape, source.dtype)
-            findings.add("extra", source.name, f"{text} at {source.rank}")
-    return tuple(sorted(unused))
-
-
-def _is_unused(source: Held, rules: Rules) -> bool:
-    return any(
-        fnmatchcase(name, pattern)
-        for pattern in rules.unused
-        for name in (source.name, source.source_name)
+def _shape_advice(ours: tuple[int, ...], theirs: tuple[int, ...]) -> str:
+    """What one dim that differs by a whole factor usually means."""
+    differing = [d for d, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b]
+    if len(ours) != len(theirs) or len(differing) != 1:
+        return ""
+    a, b = sorted((ours[differing[0]], theirs[differing[0]]))
+    if a == 0 or b % a:
+        return ""
+    return (
+        f"dim {differing[0]} differs by a factor of {b // a}: compare the numbers of heads, key "
+        "value heads and experts, and whether one side lists a shard as the whole tensor"
     )
 
 
-def _renamed(name: str, rules: Rules) -> str:
-    """The sink's name of a source tensor: the first rule whose prefix matches is applied."""
-    for rule in rules.renames:
-        if name.startswith(rule.source):
-            return rule.sink + name[len(rule.source) :]
-    return name
+def _spare(
+    sources: Sources, listed: set[str], fed_by: set[str], rules: Rules, findings: Findings
+) -> tuple[str, ...]:
+    """Source tensors nobody needs that a rule lets go; the others are found extra."""
+    spare = [name for name in sources if name not in listed]
+    if not spare:
+        return ()
+    used = set(fed_by)
+    for tied in rules.ties.values():
+        found = sources.find_tied(tied, rules)
+        if found is not None:
+            used.add(found.source_name)
+    for alias, name in sources.ties():
+        if any(n in used or renamed(n, rules) in listed for n in (alias, name)):
+            used |= {alias, name}
+    unused: list[str] = []
+    for name in spare:
+        source_name = sources.source_name(name)
+        if source_name in used:
+            continue
+        if _is_unused(source_name, name, rules):
+            unused.append(source_name)
+        else:
+            findings.add("extra", name, describe(source_name, *sources.spec(name)))
+    return tuple(sorted(unused))
+
+
+def _is_unused(source_name: str, name: str, rules: Rules) -> bool:
+    return any(
+        fnmatchcase(either, pattern) for pattern in rules.unused for either in (name, source_name)
+    )

@@ -115,9 +115,9 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     `unused` are fnmatch patterns of source tensors that nobody needs here; `ties` maps sink names
     to the source name whose values they take (`{"lm_head.weight": "model.embed_tokens.weight"}`).
-    `partial` declares that the sources send only a part of the model (an adapter): sink tensors
-    that no source has at all are then left as they are, and listed in the plan. `quantise` says
-    which tensors become fp8, and how.
+    `subset` declares that syncs move a part of the model (an adapter, a tower): fnmatch patterns of
+    sink tensors; each of these is covered or refused as always, all others are left as they are.
+    `quantise` says which tensors become fp8, and how.
     """
 
     casts: tuple[CastRule, ...] = ()
@@ -125,7 +125,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     waivers: tuple[Waiver, ...] = ()
     unused: tuple[str, ...] = ()
     ties: dict[str, str] = {}
-    partial: bool = False
+    subset: tuple[str, ...] = ()
     quantise: tuple[QuantRule, ...] = ()
 
 
@@ -136,7 +136,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     lists every group in forward order. `left` names tensors left as they are, with the waiver's
     reason; `aliases` names sink tensors that share the memory of another one (sent once);
     `shadowed` those of them that a source holds apart from what feeds that memory: its values for
-    them go unused. `wide` lists what the sink quantises itself, because no source can.
+    them go unused. `opaque` names the tensors that travel whole for the sink's own loader; their
+    `opaque_bytes` are counted in `needed_bytes`, too. `wide` lists what the sink quantises itself,
+    because no source can. `slot` is (index, count): the sink's replica among all. `layout_digests`
+    are those of the sink's layout, and of what each of its sources holds.
     """
 
     sink: str
@@ -144,10 +147,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     groups: tuple[str, ...]
     needed_bytes: int
     tensors: tuple[SharedTensor, ...]
+    opaque: tuple[str, ...] = ()
+    opaque_bytes: int = 0
     left: dict[str, str] = {}
     aliases: dict[str, str] = {}
     shadowed: dict[str, str] = {}
     wide: tuple[Wide, ...] = ()
     unused: tuple[str, ...] = ()
+    slot: tuple[int, int] = (0, 1)
     layout_digests: dict[str, str] = {}
     membership_epoch: int = 0

@@ -1,28 +1,32 @@
-"""Makes the plan of one sink rank out of layouts and rules. Pure."""
+"""Makes the plan of one sink rank out of its layout, what the sources hold, and rules. Pure."""
 
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from streamsync.errors import PlanError
 from streamsync.layout.group import group_of
-from streamsync.plan.balance import balance
+from streamsync.plan.blocks import divide_blocks
 from streamsync.plan.check import check_layout
-from streamsync.plan.cover import cover
+from streamsync.plan.conversion import roles
+from streamsync.plan.cover import Coverage
+from streamsync.plan.demand import Demand
 from streamsync.plan.match import match
-from streamsync.plan.plan import Bucket, Piece, Plan, Rules, Share, SharedTensor, share_digest
+from streamsync.plan.plan import Plan, Share, share_digest
 from streamsync.plan.refusal import Findings
 from streamsync.plan.schedule import Draft, schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from streamsync.layout.region import Box, Layout, View
-    from streamsync.plan.schedule import Load
+    from streamsync.layout.region import Layout
+    from streamsync.plan.balance import Slot
+    from streamsync.plan.demand import Dealt
+    from streamsync.plan.holders import Holders
+    from streamsync.plan.plan import Rules, SharedTensor
 
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 
@@ -31,79 +35,66 @@ def make_plan(
     *,
     sink: str,
     sink_layout: Layout,
-    sources: Mapping[str, Layout],
+    holders: Holders,
     rules: Rules,
     bucket_bytes: int,
+    slot: Slot = (0, 1),
     membership_epoch: int = 0,
 ) -> Plan:
     """The proven plan of the rank `sink`: who sends it which box, in which bucket.
 
-    `sources` maps source rank names to their layouts; the order of the mapping does not matter.
     Every byte that the sink's entries ask for is sent once, in the sink's dtype, by one source that
-    holds it. Groups without a piece (all left as they are, or only aliases) are not listed. Raises
-    `PlanError` that names everything that does not fit, when anything does not.
+    holds it. `slot` is this sink's replica among all replicas, over which the sources' work is
+    levelled. Groups without a piece (all left as they are, or only aliases) are not listed. Equal
+    arguments give equal plans in every process. Raises `PlanError` that names everything that does
+    not fit, when anything does not.
     """
     if bucket_bytes < 1:
         raise PlanError(f"bucket_bytes must be at least 1, got {bucket_bytes}", rank=sink)
     findings = Findings(sink)
-    good = check_layout(sink, sink_layout, findings)
-    for rank in sorted(sources):
-        good &= check_layout(rank, sources[rank], findings)
-    if not good:
+    if not check_layout(sink, sink_layout, findings):
         findings.refuse(len(sink_layout.tensors))
-    matching = match(sink_layout, sources, rules, findings)
-    cells = cover(matching.matches, findings)
+    matching = match(sink_layout, holders, rules, findings)
+    matches, wide = divide_blocks(matching.matches, roles(sink_layout.tensors, rules.quantise))
+    coverage = Coverage(holders, findings)
+    cells = [coverage.cells(match) for match in matches]
     findings.refuse(len(sink_layout.tensors) - len(matching.aliases))
 
-    tensors = tuple(
-        SharedTensor(m.sink.name, m.sink.shape, m.source.dtype, m.sink.dtype)
-        for m in matching.matches
-    )
-    itemsizes = [m.sink.itemsize for m in matching.matches]
-    groups: dict[str, int] = {}
-    group_numbers = [0] * len(tensors)
-    for cell in cells:
-        name = group_of(tensors[cell.match].name)
-        group_numbers[cell.match] = groups.setdefault(name, len(groups))
-    chosen = balance(
-        [cell.box.numel * itemsizes[cell.match] for cell in cells],
-        [[holding.rank for holding in cell.holdings] for cell in cells],
-    )
-    by_source: defaultdict[str, list[Draft]] = defaultdict(list)
-    for cell, choice in zip(cells, chosen, strict=True):
-        holding = cell.holdings[choice]
-        by_source[holding.rank].append(
-            Draft(
-                group_numbers[cell.match],
-                cell.match,
-                cell.box,
-                itemsizes[cell.match],
-                holding.box,
-                holding.view,
-                cell.entry.box,
-                cell.entry.view,
-            )
-        )
-    pairs = [
-        _shares(rank, sink, tensors, tuple(groups), loads, membership_epoch)
-        for rank in sorted(by_source)
-        for loads in [schedule(by_source[rank], bucket_bytes)]
+    tensors = tuple(match.tensor for match in matches)
+    itemsizes = [tensor.wire.itemsize for tensor in tensors]
+    nbytes = {
+        tensor.name: itemsize * sum(cell.numel for cell in own)
+        for tensor, itemsize, own in zip(tensors, itemsizes, cells, strict=True)
+    }
+    demand = Demand(cells, itemsizes, bucket_bytes)
+    dealt: dict[int, list[Dealt]] = {}
+    for ranks, quotas in demand.divide(slot).items():
+        for quota, items in zip(quotas, demand.deal(ranks, quotas), strict=True):
+            if items:
+                dealt.setdefault(quota.rank, []).extend(items)
+    packing = _Packing(sink, tensors, itemsizes, bucket_bytes, membership_epoch)
+    shares = [
+        packing.share(holders.ranks[rank], dealt[rank])
+        for rank in sorted(dealt, key=holders.ranks.__getitem__)
     ]
+    digests = {rank: holder.digest for holder in holders.classes for rank in holder.ranks}
+    opaque = tuple(name for name in sink_layout.opaque if name in nbytes)
     return Plan(
         sink=sink,
-        source_shares=tuple(ours for ours, _ in pairs),
-        sink_shares=tuple(theirs for _, theirs in pairs),
-        groups=tuple(groups),
-        needed_bytes=sum(cell.box.numel * itemsizes[cell.match] for cell in cells),
+        shares=tuple(shares),
+        groups=tuple(dict.fromkeys(group_of(name) for name, n in nbytes.items() if n)),
+        needed_bytes=sum(nbytes.values()),
+        opaque_bytes=sum(nbytes[name] for name in opaque),
         tensors=tensors,
+        opaque=opaque,
         left=matching.left,
         aliases=matching.aliases,
         unused=matching.unused,
         shadowed=matching.shadowed,
-        layout_digests={
-            rank: layout_digest(layout)
-            for rank, layout in [(sink, sink_layout), *sorted(sources.items())]
-        },
+        wide=wide,
+        slot=slot,
+        layout_digests={sink: layout_digest(sink_layout)}
+        | {holders.ranks[rank]: digests[rank] for rank in sorted(dealt)},
         membership_epoch=membership_epoch,
     )
 
@@ -113,46 +104,49 @@ def layout_digest(layout: Layout) -> str:
     return hashlib.blake2b(_encode(layout), digest_size=16).hexdigest()
 
 
-def _shares(
-    source: str,
-    sink: str,
-    tensors: Sequence[SharedTensor],
-    groups: Sequence[str],
-    loads: Sequence[Load],
-    membership_epoch: int,
-) -> tuple[Share, Share]:
-    """One source's part of the plan, as the source and as the sink see it."""
-    tensor_numbers: dict[int, int] = {}
-    group_numbers: dict[int, int] = {}
-    sides: tuple[list[Bucket], list[Bucket]] = ([], [])
-    for index, load in enumerate(loads):
-        group = group_numbers.setdefault(load.group, len(group_numbers))
-        ours: list[Piece] = []
-        theirs: list[Piece] = []
-        for draft, offset in zip(load.drafts, load.offsets, strict=True):
-            tensor = tensor_numbers.setdefault(draft.tensor, len(tensor_numbers))
-            box = draft.box
-            view = _within(draft.source_view, draft.source_box, box)
-            ours.append(Piece(tensor, box, offset, view))
-            view = _within(draft.sink_view, draft.sink_box, box)
-            theirs.append(Piece(tensor, box, offset, view))
-        sides[0].append(Bucket(index, group, load.nbytes, tuple(ours)))
-        sides[1].append(Bucket(index, group, load.nbytes, tuple(theirs)))
-    share = Share(
-        source=source,
-        sink=sink,
-        tensors=tuple(tensors[t] for t in tensor_numbers),
-        groups=tuple(groups[g] for g in group_numbers),
-        buckets=tuple(sides[0]),
-        digest=0,
-        membership_epoch=membership_epoch,
-    )
-    digest = share_digest(share)
-    return (
-        msgspec.structs.replace(share, digest=digest),
-        msgspec.structs.replace(share, digest=digest, buckets=tuple(sides[1])),
-    )
+class _Packing:
+    """Makes shares out of what is dealt to the sources. Their tensors and groups are numbered, and
+    their buckets ordered, as the sink's `tensors` are."""
 
+    def __init__(
+        self,
+        sink: str,
+        tensors: Sequence[SharedTensor],
+        itemsizes: Sequence[int],
+        bucket_bytes: int,
+        membership_epoch: int,
+    ) -> None:
+        self._sink = sink
+        self._tensors = tensors
+        self._itemsizes = itemsizes
+        self._bucket_bytes = bucket_bytes
+        self._membership_epoch = membership_epoch
+        numbers: dict[str, int] = {}
+        self._group_names = [group_of(tensor.name) for tensor in tensors]
+        groups = [numbers.setdefault(name, len(numbers)) for name in self._group_names]
+        self._places = list(zip(groups, range(len(tensors)), strict=True))
 
-def _within(view: View, outer: Box, inner: Box) -> View:
-    return view if outer == inner else view.within(outer, inner)
+    def share(self, source: str, dealt: list[Dealt]) -> Share:
+        """What `source` sends."""
+        dealt.sort(key=lambda item: self._places[item[0]])
+        tensors: dict[int, int] = {}
+        groups: dict[str, int] = {}
+        drafts = [
+            Draft(
+                groups.setdefault(self._group_names[tensor], len(groups)),
+                tensors.setdefault(tensor, len(tensors)),
+                self._itemsizes[tensor],
+                parts,
+            )
+            for tensor, parts in dealt
+        ]
+        share = Share(
+            source=source,
+            sink=self._sink,
+            tensors=tuple(self._tensors[tensor] for tensor in tensors),
+            groups=tuple(groups),
+            buckets=schedule(drafts, self._bucket_bytes),
+            digest=0,
+            membership_epoch=self._membership_epoch,
+        )
+        return msgspec.structs.replace(share, digest=share_digest(share))

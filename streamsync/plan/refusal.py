@@ -11,7 +11,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 Kind = Literal[
-    "missing", "extra", "shape", "dtype", "unknown", "hole", "overlap", "disagree", "layout"
+    "missing",
+    "extra",
+    "shape",
+    "dtype",
+    "unknown",
+    "hole",
+    "overlap",
+    "disagree",
+    "layout",
+    "subset",
 ]
 
 MAX_ITEMS: Final = 10
@@ -22,8 +31,12 @@ _TEXTS: Final[dict[Kind, tuple[str, str]]] = {
     "missing": (
         "needed by the sink, held by no source",
         "add a Rename if the source calls it otherwise, Rules.ties if it takes another tensor's "
-        'values, Waiver(pattern="...", reason="...") to leave it as it is, or partial=True if '
-        "the sources send only a part of the model",
+        'values, Waiver(pattern="...", reason="...") to leave it as it is, or Rules.subset '
+        "if syncs move only a part of the model",
+    ),
+    "subset": (
+        "of no sink tensor's name: Rules.subset would move nothing",
+        "correct the patterns, which match the sink's own names, or leave subset empty",
     ),
     "extra": (
         "held by a source, needed by no sink",
@@ -72,6 +85,10 @@ class Findings:
     def tensors(self, kind: Kind) -> list[str]:
         """Names of the tensors with findings of `kind`."""
         return [tensor for tensor, _ in self._items[kind]]
+
+    def texts(self, kind: Kind) -> list[str]:
+        """The lines of the findings of `kind`."""
+        return [text for _, text in self._items[kind]]
 
     def refuse(self, num_needed: int) -> None:
         """Raises `PlanError` with all findings, if there are any. `num_needed` is the number of

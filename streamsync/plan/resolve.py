@@ -8,19 +8,102 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from streamsync.layout.region import Layout, View
-    from streamsync.plan.plan import Share
+from streamsync.errors import PlanError
+from streamsync.layout.region import View
 
-Views = list[list["View"]]
+if TYPE_CHECKING:
+    from streamsync.layout.region import Box, Entry, Layout
+    from streamsync.plan.plan import Share, SharedTensor
+
+Views = list[list[View]]
 """One view per piece, in lists per bucket."""
 
 
-def resolve(share: Share, layout: Layout, *, at_source: bool) -> Views:
-    """The view of every piece of `share` in `layout`: of its source name there, or of its own name
-    at the sink; an alias resolves to the memory it is tied to.
+class Places:
+    """A layout, indexed by name for many shares."""
 
-    Raises `PlanError` for a box that no single entry of the layout contains, and for a tensor of
-    another shape or dtype.
-    """
-    raise NotImplementedError
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._numbers = {spec.name: number for number, spec in enumerate(layout.tensors)}
+        self._entries: dict[int, list[Entry]] = {}
+        for entry in layout.entries:
+            self._entries.setdefault(entry.tensor, []).append(entry)
+
+    def resolve(self, share: Share, *, at_source: bool) -> Views:
+        """The view of every piece of `share`: of its source name here, or of its own name at the
+        sink; an alias resolves to the memory it is tied to. At a source, a piece that is computed
+        resolves to the view of what it is made of.
+
+        Raises `PlanError` for a box that no single entry of the layout contains, and for a tensor
+        of another shape or dtype.
+        """
+        entries = [self._entries_of(tensor, share, at_source=at_source) for tensor in share.tensors]
+        conversions = [tensor.conversion if at_source else None for tensor in share.tensors]
+        views: Views = []
+        for bucket in share.buckets:
+            found: list[View] = []
+            for piece in bucket.pieces:
+                box = piece.box
+                conversion = conversions[piece.tensor]
+                if conversion is not None:
+                    box = conversion.source_box(box)
+                view = _view(entries[piece.tensor], box)
+                if view is None:
+                    tensor = share.tensors[piece.tensor]
+                    raise PlanError(
+                        f"{_end(share, at_source=at_source)} holds {box} of it in no single place; "
+                        "the layout has changed or the peer is broken: plan again",
+                        tensor=tensor.source_name if at_source else tensor.name,
+                        bucket=bucket.index,
+                    )
+                found.append(view)
+            views.append(found)
+        return views
+
+    def _entries_of(self, tensor: SharedTensor, share: Share, *, at_source: bool) -> list[Entry]:
+        name = tensor.source_name if at_source else tensor.name
+        shape, dtype = tensor.shape, tensor.wire_dtype
+        if at_source:
+            dtype = tensor.source_dtype
+            if tensor.conversion is not None:
+                shape = tensor.conversion.shape
+        number = self._numbers.get(name)
+        spec = None if number is None else self._layout.tensors[number]
+        if spec is None or (spec.shape, spec.dtype) != (shape, dtype):
+            here = "nothing" if spec is None else f"{spec.dtype}{list(spec.shape)}"
+            raise PlanError(
+                f"{_end(share, at_source=at_source)} holds {here} under this name, the share says "
+                f"{dtype}{list(shape)}; the layout has changed or the peer is broken: plan again",
+                tensor=name,
+            )
+        memory = self._layout.ties.get(name, name)
+        return self._entries.get(self._numbers[memory], [])
+
+
+def resolve(share: Share, layout: Layout, *, at_source: bool) -> Views:
+    """`Places.resolve` of a layout that serves one share only."""
+    return Places(layout).resolve(share, at_source=at_source)
+
+
+def _view(entries: list[Entry], box: Box) -> View | None:
+    """The view of `box` in the first of `entries` that contains it, None if none does."""
+    start, shape = box.start, box.shape
+    for entry in entries:
+        outer = entry.box
+        view = entry.view
+        if outer is box or (outer.start == start and outer.shape == shape):
+            return view
+        offset = view.offset
+        for a, n, b, m, stride in zip(
+            outer.start, outer.shape, start, shape, view.strides, strict=True
+        ):
+            if b < a or b + m > a + n:
+                break
+            offset += (b - a) * stride
+        else:
+            return View(view.storage, offset, view.strides)
+    return None
+
+
+def _end(share: Share, *, at_source: bool) -> str:
+    return f"source {share.source}" if at_source else f"sink {share.sink}"

@@ -5,68 +5,69 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+from streamsync.plan.plan import Bucket, Piece
 
-    from streamsync.layout.region import Box, View
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from streamsync.layout.region import Box
 
 SMALL_BYTES: Final = 4096
 """Pieces below this are digested together: one by one, each would cost more than its bytes."""
 
 
-class Draft(NamedTuple):
-    """A box on its way from one source to the sink, before it has a bucket.
+class Part(NamedTuple):
+    """A box that fits into a bucket, and its bytes on the wire."""
 
-    `group` and `tensor` are positions in forward order; the views are those of `source_box` and
-    `sink_box`, which both contain `box`.
-    """
+    box: Box
+    nbytes: int
+
+
+class Draft(NamedTuple):
+    """Parts of one tensor on their way from one source, in order, before they have a bucket.
+    `group` and `tensor` are the numbers that the share will know them by."""
 
     group: int
     tensor: int
-    box: Box
     itemsize: int
-    source_box: Box
-    source_view: View
-    sink_box: Box
-    sink_view: View
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the wire."""
-        return self.box.numel * self.itemsize
+    parts: Sequence[Part]
 
 
-class Load(NamedTuple):
-    """One bucket's drafts in the order they are packed, and the offset of each in bytes."""
+def cut(box: Box, itemsize: int, bucket_bytes: int) -> tuple[Part, ...]:
+    """`box` along its outermost dims, in parts of at most `bucket_bytes` (or one element, if that
+    is larger); a box that fits is not cut."""
+    nbytes = box.numel * itemsize
+    if nbytes <= bucket_bytes:
+        return (Part(box, nbytes),)
+    max_numel = max(1, bucket_bytes // itemsize)
+    return tuple(Part(part, part.numel * itemsize) for part in box.cut(max_numel))
 
-    group: int
-    nbytes: int
-    drafts: list[Draft]
-    offsets: list[int]
 
+def schedule(drafts: Iterable[Draft], bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Packs the drafts of one source, which come in forward order, into buckets.
 
-def schedule(drafts: Iterable[Draft], bucket_bytes: int) -> list[Load]:
-    """Packs the drafts of one source into buckets, in forward order.
-
-    A bucket holds drafts of one group and at most `bucket_bytes` (or one element, if that is
-    larger). A draft that is larger is cut along its outermost dims; no other one is.
+    A bucket holds parts of one group and at most `bucket_bytes`, or a single larger part.
     """
-    loads: list[Load] = []
-    packed: list[Draft] = []
-    room = 0
-    ordered = sorted(drafts, key=lambda d: (d.group, d.tensor, d.box.start))
-    for draft in _cut(ordered, bucket_bytes):
-        nbytes = draft.nbytes
-        if packed and (nbytes > room or draft.group != packed[0].group):
-            loads.append(_load(packed))
-            packed = []
-        if not packed:
-            room = bucket_bytes
-        packed.append(draft)
-        room -= nbytes
+    buckets: list[Bucket] = []
+    packed: list[tuple[int, int, Part]] = []
+    group, room = -1, 0
+    for draft in drafts:
+        _, tensor, itemsize, parts = draft
+        if draft.group != group:
+            if packed:
+                buckets.append(_bucket(len(buckets), group, packed))
+                packed = []
+            group, room = draft.group, bucket_bytes
+        for part in parts:
+            if part.nbytes > room and packed:
+                buckets.append(_bucket(len(buckets), group, packed))
+                packed = []
+                room = bucket_bytes
+            packed.append((tensor, itemsize, part))
+            room -= part.nbytes
     if packed:
-        loads.append(_load(packed))
-    return loads
+        buckets.append(_bucket(len(buckets), group, packed))
+    return tuple(buckets)
 
 
 def alignment(box: Box, itemsize: int) -> int:
@@ -77,26 +78,21 @@ def alignment(box: Box, itemsize: int) -> int:
     return math.gcd(8, box.shape[-1] * itemsize, box.start[-1] * itemsize)
 
 
-def _cut(drafts: Sequence[Draft], bucket_bytes: int) -> Iterator[Draft]:
-    for draft in drafts:
-        if draft.nbytes <= bucket_bytes:
-            yield draft
-        else:
-            max_numel = max(1, bucket_bytes // draft.itemsize)
-            for box in draft.box.cut(max_numel):
-                yield draft._replace(box=box)
-
-
-def _load(drafts: list[Draft]) -> Load:
-    """Lays drafts out one after the other: the well aligned ones first, so that they start aligned,
+def _bucket(index: int, group: int, packed: list[tuple[int, int, Part]]) -> Bucket:
+    """Lays parts out one after the other: the well aligned ones first, so that they start aligned,
     and of equals the small ones last, so that a digest finds them in one run."""
-    if len(drafts) > 1:
-        drafts = sorted(
-            drafts, key=lambda d: (-alignment(d.box, d.itemsize), d.nbytes < SMALL_BYTES)
-        )
-    offsets: list[int] = []
+    if len(packed) == 1:
+        tensor, _, (box, nbytes) = packed[0]
+        return Bucket(index, group, nbytes, (Piece(tensor, box, 0),))
+    packed = sorted(packed, key=_place)
+    pieces: list[Piece] = []
     at = 0
-    for draft in drafts:
-        offsets.append(at)
-        at += draft.nbytes
-    return Load(drafts[0].group, at, drafts, offsets)
+    for tensor, _, (box, nbytes) in packed:
+        pieces.append(Piece(tensor, box, at))
+        at += nbytes
+    return Bucket(index, group, at, tuple(pieces))
+
+
+def _place(item: tuple[int, int, Part]) -> tuple[int, bool]:
+    _, itemsize, part = item
+    return -alignment(part.box, itemsize), part.nbytes < SMALL_BYTES
