@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
+from streamsync.bench.layouts import Cut
+
 LLAMA_70B: Final[dict[str, Any]] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -63,6 +65,12 @@ class Case:
     sink: str
     num_replicas: int
     is_quick: bool = False
+
+    @property
+    def ranks(self) -> str:
+        """How many ranks either side has, as `512→256`."""
+        sinks = self.num_replicas * Cut.parse(self.sink).num_ranks
+        return f"{Cut.parse(self.source).num_ranks}→{sinks}"
 
 
 CASES: Final = (

@@ -1,7 +1,8 @@
-"""Writes the README's figures from results: `python -m streamsync.bench.readme BENCH DEMO`.
+"""Writes the README's figures from results: `python -m streamsync.bench.readme BENCH DEMO [PLAN]`.
 
 BENCH is what `streamsync bench pipeline --json` wrote, DEMO what `streamsync demo --json` wrote,
-both on the machine that runs this: its name goes into the text.
+both on the machine that runs this: its name goes into the text. PLAN is what `streamsync bench plan
+--json` wrote, on any machine: it names it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from pathlib import Path
 
 import msgspec
 
+from streamsync.bench.plan_result import PlanResult
 from streamsync.errors import ConfigError, StreamsyncError
 
 README = Path("README.md")
 PLACE = re.compile(r"(<!-- figures -->\n).*(<!-- /figures -->\n)", re.DOTALL)
+
+PLAN_PLACE = re.compile(r"(<!-- plan -->\n).*(<!-- /plan -->\n)", re.DOTALL)
 
 
 class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +72,27 @@ def describe(bench: BenchResult, demo: DemoResult, machine: str) -> str:
     )
 
 
+def describe_plan(result: PlanResult) -> str:
+    """A table of clusters as Markdown; raises `ConfigError` where a byte would travel twice or
+    never."""
+    if any(row.wire_bytes != row.needed_bytes for row in result.rows):
+        raise ConfigError("a plan of this result is wrong: not what is needed would travel")
+    lines = [
+        "| model | trainer ranks | engine ranks | a rank plans in | metadata a rank | all join in "
+        "| busiest source / mean of its copies | makespan / bound |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row.model} | {row.source_ranks} ({row.source}) | {row.sink_ranks} ({row.sink}) "
+        f"| {row.rank_seconds:.3f} s | {row.metadata_bytes_per_rank / 1e6:.2f} MB "
+        f"| {row.cluster_join_seconds:.1f} s | {row.balance_max_over_mean:.3f} "
+        f"| {row.makespan_over_bound:.3f} |"
+        for row in result.rows
+    ]
+    machine = f"{result.machine.cores} cores of {result.machine.cpu}"
+    return "\n".join([*lines, "", f"Measured on {machine} (`streamsync bench plan`).", ""])
+
+
 def name_machine() -> str:
     """This machine's processor and what of it may be used."""
     found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
@@ -78,8 +103,9 @@ def name_machine() -> str:
 
 def main(arguments: list[str]) -> int:
     """Rewrites README.md in the current directory; returns the exit code."""
-    if len(arguments) != 2:
-        print("usage: python -m streamsync.bench.readme BENCH.json DEMO.json", file=sys.stderr)
+    if len(arguments) not in (2, 3):
+        usage = "usage: python -m streamsync.bench.readme BENCH.json DEMO.json [PLAN.json]"
+        print(usage, file=sys.stderr)
         return 2
     try:
         bench = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=BenchResult)
@@ -88,6 +114,12 @@ def main(arguments: list[str]) -> int:
         text, count = PLACE.subn(lambda found: found[1] + figures + found[2], README.read_text())
         if not count:
             raise ConfigError(f"{README} has no place marked for figures")
+        if len(arguments) == 3:
+            plan = msgspec.json.decode(Path(arguments[2]).read_bytes(), type=PlanResult)
+            table = describe_plan(plan)
+            text, count = PLAN_PLACE.subn(lambda found: found[1] + table + found[2], text)
+            if not count:
+                raise ConfigError(f"{README} has no place marked for the table of plans")
         README.write_text(text)
     except (OSError, msgspec.MsgspecError, StreamsyncError) as error:
         print(f"streamsync: {error}", file=sys.stderr)

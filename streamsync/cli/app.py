@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 import streamsync
-from streamsync.bench.options import PipelineOptions, parse_bytes
+from streamsync.bench.options import PipelineOptions, PlanOptions, parse_bytes
 from streamsync.config import TransportName
 from streamsync.demo.options import DemoOptions, ModelName
 from streamsync.errors import ConfigError
@@ -122,6 +122,20 @@ def pipeline(
         json=json,
     )
     from streamsync.bench import pipeline as benchmark
+
+    raise typer.Exit(benchmark.main(options))
+
+
+@bench.command()
+def plan(
+    model: Annotated[str, typer.Option(help="Only rows of this model.")] = "",
+    rows: Annotated[str, typer.Option(help="Only rows with so many ranks, as 512:256.")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Only small clusters: seconds.")] = False,
+    json: Json = None,
+) -> None:
+    """Plans for clusters of up to thousands of ranks, which all join one hub."""
+    options = PlanOptions(model=model, rows=rows, quick=quick, json=json)
+    from streamsync.bench import plan as benchmark
 
     raise typer.Exit(benchmark.main(options))
 
