@@ -9,7 +9,6 @@ so once. An outline is what ranks tell each other: where a box lies is its holde
 from __future__ import annotations
 
 import hashlib
-import re
 from itertools import product
 from typing import TYPE_CHECKING, TypeVar
 
@@ -29,7 +28,6 @@ Numbers = tuple[Ranges, ...]
 T = TypeVar("T")
 
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
-_NUMBER = re.compile(r"(?<![^.])(?:0|[1-9]\d*)(?![^.])")
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -102,10 +100,15 @@ def records(tensors: Iterable[tuple[TensorSpec, tuple[Box, ...]]]) -> tuple[Reco
 
 def split_name(name: str) -> tuple[str, tuple[int, ...]]:
     """A name's pattern and numbers: its parts between dots that are plain decimal numbers."""
-    found = _NUMBER.findall(name)
-    if not found or "{}" in name:
+    parts = name.split(".")
+    numbers: list[int] = []
+    for place, part in enumerate(parts):
+        if part.isdigit() and part.isascii() and (part[0] != "0" or part == "0"):
+            numbers.append(int(part))
+            parts[place] = "{}"
+    if not numbers or "{}" in name:
         return name, ()
-    return _NUMBER.sub("{}", name), tuple(map(int, found))
+    return ".".join(parts), tuple(numbers)
 
 
 def names(pattern: str, numbers: Numbers) -> Iterator[str]:
@@ -113,9 +116,9 @@ def names(pattern: str, numbers: Numbers) -> Iterator[str]:
     if not numbers:
         yield pattern
         return
-    head, *rest = pattern.split("{}")
+    form = pattern.replace("%", "%%").replace("{}", "%d")
     for members in product(*map(members_of, numbers)):
-        yield head + "".join(f"{n}{text}" for n, text in zip(members, rest, strict=True))
+        yield form % members
 
 
 def members_of(ranges: Ranges) -> list[int]:

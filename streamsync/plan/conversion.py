@@ -131,6 +131,8 @@ def roles(tensors: Iterable[TensorSpec], rules: Iterable[QuantRule]) -> dict[str
     """The role of each of a sink's `tensors` that has one, by name; the first rule that matches
     counts. The scales of a listed tensor have theirs whether or not they are listed, too."""
     rules = list(rules)
+    if not rules:
+        return {}
     found: dict[str, Role] = {}
     for spec in tensors:
         if spec.dtype != FP8 or len(spec.shape) < 2:

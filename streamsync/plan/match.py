@@ -13,7 +13,7 @@ from streamsync.plan.refusal import suggest_renames
 from streamsync.types import DTYPE_ITEMSIZES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Set
 
     from streamsync.layout.outline import Record
     from streamsync.layout.region import Box, Layout, TensorSpec
@@ -62,35 +62,35 @@ class Matching:
 
 
 class Sources:
-    """What the sources list and hold, by the sink's names. Findings: disagree."""
+    """What the sources list and hold, by the sink's names. Findings: disagree, layout."""
 
     def __init__(self, holders: Holders, rules: Rules, findings: Findings) -> None:
-        self._records: list[tuple[int, Record]] = [
-            (number, record)
-            for number, holder in enumerate(holders.classes)
-            for record in holder.records
-        ]
         self._holders = holders
         self._listed: dict[str, Record] = {}
         self._source_names: dict[str, str] = {}
+        self._held: dict[str, list[tuple[int, Record]]] = {}
         self._alike: dict[tuple[int, ...], tuple[Holding, ...]] = {}
-        by_name: defaultdict[str, list[int]] = defaultdict(list)
-        for number, (_, record) in enumerate(self._records):
-            for name in record.names():
-                by_name[name].append(number)
-        self._by_name = by_name
+        for number, holder in enumerate(holders.classes):
+            for record in holder.records:
+                item = (number, record)
+                for name in record.names():
+                    self._held.setdefault(name, []).append(item)
         for record in holders.catalogue:
-            for name in record.names():
-                self._list(name, record, rules, findings)
+            names = list(record.names())
+            if rules.renames or not self._listed.keys().isdisjoint(names):
+                for name in names:
+                    self._list(name, record, rules, findings)
+            else:
+                self._listed.update(dict.fromkeys(names, record))
 
     def _list(self, name: str, record: Record, rules: Rules, findings: Findings) -> None:
-        sink_name = renamed(name, rules) if rules.renames else name
-        known = self._listed.setdefault(sink_name, record)
-        if known is record:
+        sink_name = renamed(name, rules)
+        known = self._listed.get(sink_name)
+        if known is None:
+            self._listed[sink_name] = record
             if sink_name != name:
                 self._source_names[sink_name] = name
-            return
-        if self._source_names.get(sink_name, sink_name) != name:
+        elif self.source_name(sink_name) != name:
             text = f"{sink_name}: two names of the sources are renamed to it, {name} is one"
             findings.add("layout", sink_name, text)
         else:
@@ -100,15 +100,15 @@ class Sources:
             findings.add("disagree", sink_name, ", ".join(texts))
 
     def _at(self, text: str, name: str, listed: Record) -> str:
-        for number in self._by_name.get(name, ()):
-            holders, record = self._records[number]
+        for number, record in self._held.get(name, ()):
             if (record.shape, record.dtype) == (listed.shape, listed.dtype):
-                rank = self._holders.classes[holders].ranks[0]
+                rank = self._holders.classes[number].ranks[0]
                 return f"{text} at {self._holders.ranks[rank]}"
         return text
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._listed)
+    def names(self) -> Set[str]:
+        """All listed tensors."""
+        return self._listed.keys()
 
     def source_name(self, name: str) -> str:
         """What the sources call the sink's `name`."""
@@ -125,15 +125,12 @@ class Sources:
         if record is None:
             return None
         source_name = self._source_names.get(name, name) if self._source_names else name
-        numbers = tuple(self._by_name.get(source_name, ()))
-        holdings = self._alike.get(numbers)
+        held = self._held.get(source_name, [])
+        key = tuple(map(id, held))
+        holdings = self._alike.get(key)
         if holdings is None:
-            holdings = self._alike[numbers] = tuple(
-                dict.fromkeys(
-                    Holding(box, holders)
-                    for holders, held in (self._records[number] for number in numbers)
-                    for box in held.boxes
-                )
+            holdings = self._alike[key] = tuple(
+                dict.fromkeys(Holding(box, number) for number, own in held for box in own.boxes)
             )
         return Held(source_name, record.shape, record.dtype, holdings)
 
@@ -301,9 +298,9 @@ def _spare(
     sources: Sources, listed: set[str], fed_by: set[str], rules: Rules, findings: Findings
 ) -> tuple[str, ...]:
     """Source tensors nobody needs that a rule lets go; the others are found extra."""
-    spare = [name for name in sources if name not in listed]
-    if not spare:
+    if sources.names() <= listed:
         return ()
+    spare = [name for name in sources.names() if name not in listed]
     used = set(fed_by)
     for tied in rules.ties.values():
         found = sources.find_tied(tied, rules)

@@ -18,6 +18,7 @@ from streamsync.plan.match import match
 from streamsync.plan.plan import Plan, Share, share_digest
 from streamsync.plan.refusal import Findings
 from streamsync.plan.schedule import Draft, schedule
+from streamsync.types import DTYPE_ITEMSIZES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,7 +62,7 @@ def make_plan(
     findings.refuse(len(sink_layout.tensors) - len(matching.aliases))
 
     tensors = tuple(match.tensor for match in matches)
-    itemsizes = [tensor.wire.itemsize for tensor in tensors]
+    itemsizes = [DTYPE_ITEMSIZES[tensor.wire_dtype] for tensor in tensors]
     nbytes = {
         tensor.name: itemsize * sum(cell.numel for cell in own)
         for tensor, itemsize, own in zip(tensors, itemsizes, cells, strict=True)
@@ -72,7 +73,8 @@ def make_plan(
         for quota, items in zip(quotas, demand.deal(ranks, quotas), strict=True):
             if items:
                 dealt.setdefault(quota.rank, []).extend(items)
-    packing = _Packing(sink, tensors, itemsizes, bucket_bytes, membership_epoch)
+    groups = [group_of(tensor.name) for tensor in tensors]
+    packing = _Packing(sink, tensors, itemsizes, groups, bucket_bytes, membership_epoch)
     shares = [
         packing.share(holders.ranks[rank], dealt[rank])
         for rank in sorted(dealt, key=holders.ranks.__getitem__)
@@ -82,7 +84,7 @@ def make_plan(
     return Plan(
         sink=sink,
         shares=tuple(shares),
-        groups=tuple(dict.fromkeys(group_of(name) for name, n in nbytes.items() if n)),
+        groups=tuple(dict.fromkeys(g for g, own in zip(groups, cells, strict=True) if own)),
         needed_bytes=sum(nbytes.values()),
         opaque_bytes=sum(nbytes[name] for name in opaque),
         tensors=tensors,
@@ -113,6 +115,7 @@ class _Packing:
         sink: str,
         tensors: Sequence[SharedTensor],
         itemsizes: Sequence[int],
+        groups: Sequence[str],
         bucket_bytes: int,
         membership_epoch: int,
     ) -> None:
@@ -121,10 +124,9 @@ class _Packing:
         self._itemsizes = itemsizes
         self._bucket_bytes = bucket_bytes
         self._membership_epoch = membership_epoch
-        numbers: dict[str, int] = {}
-        self._group_names = [group_of(tensor.name) for tensor in tensors]
-        groups = [numbers.setdefault(name, len(numbers)) for name in self._group_names]
-        self._places = list(zip(groups, range(len(tensors)), strict=True))
+        self._groups = groups
+        numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+        self._places = [(numbers[group], tensor) for tensor, group in enumerate(groups)]
 
     def share(self, source: str, dealt: list[Dealt]) -> Share:
         """What `source` sends."""
@@ -133,7 +135,7 @@ class _Packing:
         groups: dict[str, int] = {}
         drafts = [
             Draft(
-                groups.setdefault(self._group_names[tensor], len(groups)),
+                groups.setdefault(self._groups[tensor], len(groups)),
                 tensors.setdefault(tensor, len(tensors)),
                 self._itemsizes[tensor],
                 parts,

@@ -23,11 +23,17 @@ class Places:
     """A layout, indexed by name for many shares."""
 
     def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self._numbers = {spec.name: number for number, spec in enumerate(layout.tensors)}
-        self._entries: dict[int, list[Entry]] = {}
+        entries: dict[int, list[Entry]] = {}
         for entry in layout.entries:
-            self._entries.setdefault(entry.tensor, []).append(entry)
+            entries.setdefault(entry.tensor, []).append(entry)
+        self._held = {
+            layout.tensors[n].name: (layout.tensors[n], own) for n, own in entries.items()
+        }
+        if layout.ties:
+            specs = {spec.name: spec for spec in layout.tensors}
+            for alias, name in layout.ties.items():
+                if name in self._held:
+                    self._held[alias] = (specs[alias], self._held[name][1])
 
     def resolve(self, share: Share, *, at_source: bool) -> Views:
         """The view of every piece of `share`: of its source name here, or of its own name at the
@@ -67,8 +73,7 @@ class Places:
             dtype = tensor.source_dtype
             if tensor.conversion is not None:
                 shape = tensor.conversion.shape
-        number = self._numbers.get(name)
-        spec = None if number is None else self._layout.tensors[number]
+        spec, entries = self._held.get(name, (None, []))
         if spec is None or (spec.shape, spec.dtype) != (shape, dtype):
             here = "nothing" if spec is None else f"{spec.dtype}{list(spec.shape)}"
             raise PlanError(
@@ -76,8 +81,7 @@ class Places:
                 f"{dtype}{list(shape)}; the layout has changed or the peer is broken: plan again",
                 tensor=name,
             )
-        memory = self._layout.ties.get(name, name)
-        return self._entries.get(self._numbers[memory], [])
+        return entries
 
 
 def resolve(share: Share, layout: Layout, *, at_source: bool) -> Views:
