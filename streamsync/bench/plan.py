@@ -116,9 +116,10 @@ def describe(row: PlanRow) -> str:
     return (
         f"{row.model} {row.source_ranks} ({row.source}) to {row.sink_ranks} ({row.sink}): a rank "
         f"plans in {row.rank_seconds:.3f} s ({row.rank_cpu_seconds:.3f} s CPU) with "
-        f"{row.metadata_bytes_per_rank / 1e6:.2f} MB, all join in {row.cluster_join_seconds:.1f} s; hub {row.hub_seconds_total:.1f} s CPU, "
-        f"{row.hub_peak_bytes / 1e6:.0f} MB; balance {row.balance_max_over_mean:.3f}, makespan "
-        f"{row.makespan_over_bound:.3f}, wire {row.wire_over_needed:g}"
+        f"{row.metadata_bytes_per_rank / 1e6:.2f} MB, all join in {row.cluster_join_seconds:.1f} s "
+        f"(hub {row.hub_seconds_total:.1f} s CPU, {row.hub_peak_bytes / 1e6:.0f} MB); balance "
+        f"{row.balance_max_over_mean:.3f}, makespan {row.makespan_over_bound:.3f}, wire "
+        f"{row.wire_over_needed:g}"
     )
 
 
@@ -199,10 +200,10 @@ def _plan_samples(
 
     planned_sinks = []
     for sink in spread(width * num_replicas, _NUM_SAMPLED):
-        *took, (found, told) = quickest(partial(plan, sink))
+        seconds, used, (found, told) = quickest(partial(plan, sink))
         answer = joined.answers[sinks.numbers[sink % width]]
         planned_sinks.append(
-            Planned(*took, len(answer) + sum(map(len, told)), _num_pieces(found.shares))
+            Planned(seconds, used, len(answer) + sum(map(len, told)), _num_pieces(found.shares))
         )
     asked_of: defaultdict[int, list[int]] = defaultdict(list)
     egress: Counter[int] = Counter()
@@ -223,9 +224,9 @@ def _plan_samples(
                     shares.append(share)
                     told.append(message)
         layout = sources.layouts[sources.numbers[rank]]
-        *took, described = quickest(partial(plan_source, names[rank], layout, told))
+        seconds, used, described = quickest(partial(plan_source, names[rank], layout, told))
         planned_sources.append(
-            Planned(*took, len(described) + sum(map(len, told)), _num_pieces(shares))
+            Planned(seconds, used, len(described) + sum(map(len, told)), _num_pieces(shares))
         )
     return planned_sinks, planned_sources
 
