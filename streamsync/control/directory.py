@@ -9,7 +9,6 @@ once per generation.
 from __future__ import annotations
 
 import hashlib
-from itertools import product
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,16 +19,13 @@ from streamsync.layout.outline import (
     Record,
     by_pattern,
     common_numbers,
-    members_of,
     outline_digest,
-    products,
 )
-from streamsync.plan.holders import HolderClass, Holders
+from streamsync.plan.holders import HolderClass, Holders, catalogue
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from streamsync.layout.outline import Numbers
 
 _MAX_QUESTIONS = 4096
 """Different questions that are kept: as many as a replica has ranks, a few times over."""
@@ -201,20 +197,6 @@ def _overlapping(needs: Iterable[Record], record: Record) -> Iterator[Record]:
             boxes = tuple(box for box in boxes if any(box.intersect(other) for other in need.boxes))
         if boxes:
             yield Record(record.pattern, numbers, record.shape, record.dtype, boxes)
-
-
-def catalogue(records: Iterable[Record]) -> tuple[Record, ...]:
-    """Every tensor of `records`, once per shape and dtype, without boxes; ordered by pattern."""
-    found: dict[tuple[str, tuple[int, ...], str], set[Numbers]] = {}
-    for record in records:
-        found.setdefault((record.pattern, record.shape, record.dtype), set()).add(record.numbers)
-    return tuple(
-        Record(pattern, numbers, shape, dtype)
-        for (pattern, shape, dtype), sets in sorted(found.items())
-        for numbers in products(
-            member for numbers in sets for member in product(*map(members_of, numbers))
-        )
-    )
 
 
 def _digest_of(digests: list[str]) -> str:

@@ -7,11 +7,11 @@ import random
 import msgspec
 import pytest
 
-from streamsync.control.directory import Directory, catalogue, question_digest
+from streamsync.control.directory import Directory, question_digest
 from streamsync.errors import ControlError
 from streamsync.layout.outline import Outline, Record, outline_digest
 from streamsync.layout.region import Box
-from streamsync.plan.holders import Holders
+from streamsync.plan.holders import Holders, catalogue
 
 NORM = "model.layers.{}.norm.weight"
 UP = "model.layers.{}.up.weight"
