@@ -58,16 +58,17 @@ class Curve:
         self._silent_seconds = silent_seconds
         self._keys = job_keys(secret)
         self.context = zmq.asyncio.Context()
-        self.context.max_sockets = _MAX_SOCKETS
+        self.context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._door: zmq.Socket[bytes] | None = None
         self._guard: Wire | None = None
 
     def start(self) -> None:
         """Begins to check clients' keys; call inside the running loop."""
-        self._door = zmq.Context.shadow(self.context).socket(zmq.REP)
-        self._door.linger = 0
-        self._door.bind("inproc://zeromq.zap.01")
-        wire = self._guard = Wire(self._door)
+        door: zmq.Socket[bytes] = zmq.Context.shadow(self.context).socket(zmq.REP)
+        door.linger = 0
+        door.bind("inproc://zeromq.zap.01")
+        self._door = door
+        wire = self._guard = Wire(door)
         wire.start(lambda frames: wire.send(_admission(frames, self._keys.public)))
 
     def server(self, kind: int, endpoint: str) -> zmq.asyncio.Socket:
