@@ -224,14 +224,18 @@ class Registry:
                         yield name, m.Changed(epoch=epoch)
 
     def _deal(self, group: str) -> None:
-        """Gives every replica its slot; anew when another source group makes sinks plan anyway."""
-        generation = self._directories[group].generation
-        if self._planned_with not in (None, (group, generation)) and not self.slots.are_even:
-            self.slots.deal()
-        self._planned_with = (group, generation)
+        """Gives every replica its slot; all of them anew, and evenly, when sinks plan anyway: for
+        the first time, unless they brought slots from a hub before, or with another group."""
+        were_dealt = self.slots.generation > 0 or not self.slots.indexes
         for name, unit in self.membership.units.items():
             if unit.role == "sink":
                 self.slots.of(name)
+        planned_with = (group, self._directories[group].generation)
+        plans_anyway = self._planned_with != planned_with
+        is_first = self._planned_with is None
+        if plans_anyway and (were_dealt or not is_first) and not self.slots.are_even:
+            self.slots.deal()
+        self._planned_with = planned_with
         if self._slots_generation != self.slots.generation:
             self._slots_generation = self.slots.generation
             self._sinks_due = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
+import msgspec
 import pytest
 
 from streamsync.control import messages as m
@@ -122,6 +123,30 @@ def test_sinks_that_came_before_the_sources_are_told_once() -> None:
     }
     assert news["trainer/0"] == news["trainer/1"] == m.Changed(epoch=100)
     assert told(registry) == {}
+
+
+def test_replicas_that_came_before_the_sources_have_a_slot_each() -> None:
+    """One that two replicas shared would have its sources send twice as much as the others."""
+    registry = Registry()
+    for number in range(32):
+        enter(registry, f"engine{number}/0", 1)
+    enter(registry, "trainer/0")
+    enter(registry, "trainer/1")
+    told(registry)
+    slots = {ask(registry, f"engine{n}/0", question=QUESTION).slot for n in range(32)}
+    assert slots == {(index, 32) for index in range(32)}
+
+
+def test_a_new_hub_leaves_the_slots_that_replicas_bring() -> None:
+    registry = Registry()
+    held = {number: (number // 2, 4) for number in range(5)}
+    for number, slot in held.items():
+        registry.join(msgspec.structs.replace(join(f"engine{number}/0", 1), slot=slot), 100)
+    enter(registry, "trainer/0")
+    enter(registry, "trainer/1")
+    told(registry)
+    for number, slot in held.items():
+        assert ask(registry, f"engine{number}/0", question=QUESTION).slot == slot
 
 
 def test_a_new_sink_concerns_nobody_else() -> None:
