@@ -19,10 +19,11 @@ from streamsync.errors import ConfigError, LayoutError, MissingExtraError
 from streamsync.layout.recorder import record_loader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch import nn
 
+    from streamsync.layout.landing import Transform
     from streamsync.layout.recorder import Recording
     from streamsync.layout.region import Layout, TensorSpec
 
@@ -76,9 +77,15 @@ def checkpoint_tensors(model_dir: str | Path) -> dict[str, TensorSpec]:
     return {spec.name: spec for spec in checkpoint_specs(model)}
 
 
-def record_rank(module: nn.Module, tensors: Mapping[str, TensorSpec]) -> Recording:
+def record_rank(
+    module: nn.Module,
+    tensors: Mapping[str, TensorSpec],
+    *,
+    transforms: Iterable[Transform] = (),
+) -> Recording:
     """The recording of one vLLM model that was just built or loaded, and not yet repacked."""
-    return record_loader(module, tensors, module.load_weights)  # type: ignore[arg-type]
+    load: Any = module.load_weights
+    return record_loader(module, tensors, load, transforms=transforms)
 
 
 def vllm_ranks(

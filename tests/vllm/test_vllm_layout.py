@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from streamsync.errors import LayoutError
 from streamsync.layout.binding import torch_dtype
+from streamsync.layout.landing import Transform, check_transform
 from tests.vllm.models import CONFIGS, cuts, write_config
 from tests.vllm.recordings import read
 
@@ -153,3 +155,70 @@ def test_recording_leaves_no_trace(tmp_path: Path) -> None:
     ranks.close()
     assert not dist.is_initialized()
     assert globals_now() == before
+
+
+def test_experts_that_vllm_prepacks(tmp_path: Path) -> None:
+    """Case 18: on a CPU vLLM pads and packs stacked experts once, at start-up, and loads raw
+    weights into the packed memory ever after. Declared as transforms they are as in a fresh engine,
+    sync after sync, at the same addresses; not declared, the recording no longer fits."""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    from streamsync.engines.vllm_layout import checkpoint_tensors, record_rank, vllm_ranks
+
+    model_dir = write_config(tmp_path, "qwen3_moe")
+    tensors = checkpoint_tensors(model_dir)
+
+    def started(seed: int) -> Iterator[nn.Module]:
+        """One rank's model in memory with a checkpoint loaded; packed when it is asked again."""
+        for _, module in vllm_ranks(model_dir, device="cpu"):
+            module.load_weights(iter(checkpoint(tensors, seed).items()))
+            yield module
+            for part in list(module.modules()):
+                if hasattr(part, "w13_weight"):
+                    part.quant_method.process_weights_after_loading(part)
+            yield module
+
+    wanted = [state(list(started(seed))[1]) for seed in range(3)]
+    engine = started(0)
+    raw = next(engine)
+    shapes = {n: p.shape for n, p in raw.named_parameters() if "w13" in n or "w2" in n}
+    assert len(shapes) == 4
+    half = {name: shape[1] // 2 for name, shape in shapes.items()}
+
+    def pack(name: str):
+        def land(staged: torch.Tensor, live: torch.Tensor) -> None:
+            spread = torch.zeros_like(live)
+            if "w13" in name:
+                for k in range(2):
+                    begin = k * live.shape[1] // 2
+                    rows = staged[:, k * half[name] : (k + 1) * half[name]]
+                    spread[:, begin : begin + half[name]] = rows
+            else:
+                spread[:, :, : staged.shape[2]] = staged
+            layer = packed.get_submodule(name.rpartition(".")[0])
+            isa = layer.quant_method.moe_kernel.fused_experts.isa
+            live.copy_(cpu_prepack_moe_weight(spread, isa))
+
+        return land
+
+    transforms = [Transform(parameter=name, land=pack(name)) for name in shapes]
+    plain = record_rank(raw, tensors)
+    recording = record_rank(raw, tensors, transforms=transforms)
+    packed = next(engine)
+    with pytest.raises(LayoutError, match="w13_weight"):
+        plain.binding.rebind()
+    recording.binding.rebind()
+    assert {n: p.shape for n, p in packed.named_parameters() if n in shapes} != shapes
+    addresses = [p.data_ptr() for p in packed.parameters()]
+    with torch.no_grad():
+        for transform in transforms:
+            check_transform(recording.binding, transform, checkpoint(tensors, 0), packed)
+        for seed in (1, 2, 0):
+            deliver(recording.binding, checkpoint(tensors, seed))
+            for landing in recording.binding.landings:
+                landing.land()
+            found = state(packed)
+            differing = [n for n in found if not torch.equal(found[n], wanted[seed][n])]
+            assert [n for n in differing if "_scale" not in n] == []
+    assert [p.data_ptr() for p in packed.parameters()] == addresses
+    engine.close()
