@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from safetensors.torch import load_file
 
+import streamsync.transports.shm  # noqa: F401 - else many loops wait for one import at once
 from streamsync import Config, Subscriber
 from streamsync.layout.binding import dtype_name, torch_dtype
 from streamsync.layout.held import Held, assemble
