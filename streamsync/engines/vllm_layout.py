@@ -41,9 +41,10 @@ def record_vllm(
     One per rank, in vLLM's order: pipeline stages outermost. `tensors` are the checkpoint's, by
     default those that transformers would write (`checkpoint_tensors`). With `ep` (vLLM's
     `enable_expert_parallel`) whole experts are spread over the `tp` ranks of a stage instead of
-    slices of all. For plans: the layouts have no memory. Takes tens of milliseconds a rank whatever
-    the model's size; leaves no global state behind. A tensor that a loader does more to than
-    copying is in `Layout.opaque`. Raises `LayoutError` when a parameter gets nothing.
+    slices of all. For plans: the layouts have no memory. A rank takes what vLLM's own loader takes
+    to look at the names, tens of milliseconds for a dense model of any size. Leaves no global state
+    behind. A tensor that a loader does more to than copying is in `Layout.opaque`. Raises
+    `LayoutError` when a parameter gets nothing.
     """
     tensors = checkpoint_tensors(model_dir) if tensors is None else tensors
     layouts: list[Layout] = []
