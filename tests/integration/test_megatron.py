@@ -59,7 +59,7 @@ def sync(
         trainer = stack.enter_context(Trainer(job, folder))
         for scenario, hub in zip(scenarios, hubs, strict=True):
             first = trainer.file(f"{scenario.name}/0.safetensors", SECONDS)
-            engines = replicas_of(first, SIZES)
+            engines = replicas_of(first, scenario.config, SIZES)
             with Replicas(engines, hub=hub.address, secret=secret, config=config) as replicas:
                 replicas.wait(STEPS - 1, SECONDS)
                 counts = [
@@ -70,7 +70,7 @@ def sync(
                     for rank in range(NUM_RANKS)
                 ]
             for step in range(STEPS):
-                wanted = expected(first.with_name(f"{step}.safetensors"), engines)
+                wanted = expected(first.with_name(f"{step}.safetensors"), scenario.config, SIZES)
                 for size, ranks in engines.items():
                     for rank, engine in enumerate(ranks):
                         where = f"{scenario.name}, step {step}, rank {rank} of {size}"

@@ -3,54 +3,38 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import torch
 from safetensors.torch import load_file
 
 import streamsync.transports.shm  # noqa: F401 - else many loops wait for one import at once
 from streamsync import Config, Subscriber
-from streamsync.layout.binding import dtype_name, torch_dtype
-from streamsync.layout.held import Held, assemble
-from streamsync.layout.region import Box, TensorSpec
-from tests.sync_rig import StillEngine, bits
+from streamsync.layout.binding import dtype_name
+from streamsync.layout.recorder import record_loader
+from streamsync.layout.region import TensorSpec
+from tests.megatron.fused import FusedModel
+from tests.sync_rig import StillEngine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from streamsync.layout.binding import Binding
     from streamsync.plan.plan import Rules
     from streamsync.types import Version
 
 
 class Keeper(StillEngine):
-    """One sink rank; `kept[step]` are the bits of its memory, storage by storage, when it
-    committed."""
+    """One sink rank around `model`, recorded from the model's own loader for a checkpoint of
+    `specs`; `kept[step]` are the bits of all its parameters when it committed."""
 
-    def __init__(self, binding: Binding) -> None:
-        super().__init__(binding)
+    def __init__(self, model: FusedModel, specs: Mapping[str, TensorSpec]) -> None:
+        super().__init__(record_loader(model, specs, model.load).binding)
+        self.model = model
         self.kept: dict[int, list[bytes]] = {}
 
     def commit(self, version: Version) -> None:
         super().commit(version)
-        self.kept[version.step] = self.memory()
-
-    def memory(self) -> list[bytes]:
-        """The bits of all storages as they are."""
-        return [bits(storage) for storage in self.binding().storages]
-
-
-def rows(tensors: Mapping[str, TensorSpec], rank: int, size: int) -> Binding:
-    """A rank of an engine that fuses nothing: of each tensor an even share of rows, the first ranks
-    one more; scalars and the rest of what can't be cut on the last rank. NaN to begin with."""
-    held = []
-    for spec in tensors.values():
-        start, stop = (spec.shape[0] * at // size for at in (rank, rank + 1))
-        box = Box((start, *(0,) * (len(spec.shape) - 1)), (stop - start, *spec.shape[1:]))
-        local = torch.full(box.shape, torch.nan, dtype=torch_dtype(spec.dtype))
-        held.append(Held(spec, local, ((box, local),) if box.numel else ()))
-    return assemble(held)
+        self.kept[version.step] = self.model.bits()
 
 
 class Replicas:
@@ -106,29 +90,28 @@ def specs_of(path: Path) -> dict[str, TensorSpec]:
     }
 
 
-def replicas_of(path: Path, sizes: Sequence[int]) -> dict[int, list[Keeper]]:
-    """Replicas of each size for the checkpoint at `path`, of which only the shapes are used."""
+def replicas_of(
+    path: Path, config: Mapping[str, Any], sizes: Sequence[int]
+) -> dict[int, list[Keeper]]:
+    """Replicas of each size, all NaN, for the checkpoint at `path`, of which only names, shapes
+    and dtypes are used: engines that fuse what they can, recorded from their own loaders."""
     specs = specs_of(path)
-    return {size: [Keeper(rows(specs, rank, size)) for rank in range(size)] for size in sizes}
+    return {
+        size: [Keeper(FusedModel(config, specs, rank, size), specs) for rank in range(size)]
+        for size in sizes
+    }
 
 
-def expected(path: Path, engines: Mapping[int, Sequence[Keeper]]) -> dict[int, list[list[bytes]]]:
-    """What the memory of each rank must be after the checkpoint at `path` was loaded."""
-    checkpoint = load_file(path)
-    specs = specs_of(path)
+def expected(
+    path: Path, config: Mapping[str, Any], sizes: Sequence[int]
+) -> dict[int, list[list[bytes]]]:
+    """What the memory of each rank is after its own loader loaded the checkpoint at `path`."""
+    checkpoint, specs = load_file(path), specs_of(path)
     wanted: dict[int, list[list[bytes]]] = {}
-    for size in engines:
+    for size in sizes:
         wanted[size] = []
         for rank in range(size):
-            fresh = Keeper(rows(specs, rank, size))
-            layout = fresh.binding().layout
-            for entry in layout.entries:
-                spec = layout.tensors[entry.tensor]
-                cut = checkpoint[spec.name]
-                for dim, (start, length) in enumerate(
-                    zip(entry.box.start, entry.box.shape, strict=True)
-                ):
-                    cut = cut.narrow(dim, start, length)
-                fresh.binding().view(entry.view, entry.box.shape, cut.dtype).copy_(cut)
-            wanted[size].append(fresh.memory())
+            model = FusedModel(config, specs, rank, size)
+            model.load(checkpoint.items())
+            wanted[size].append(model.bits())
     return wanted
