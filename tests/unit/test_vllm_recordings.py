@@ -15,7 +15,7 @@ from streamsync.layout.region import Box, Entry, Layout, View, contiguous_stride
 from streamsync.plan.plan import Rules
 from streamsync.plan.planner import make_plan
 from tests.vllm import recordings
-from tests.vllm.models import CONFIGS, cuts
+from tests.vllm.models import CONFIGS, Cut, cuts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,41 +66,69 @@ def test_ranks_of_an_engine_hold_the_model_together(family: str) -> None:
         assert sum(map(len, layers)) == len(set().union(*layers)) == 2
 
 
-@families
-def test_key_heads_are_never_cut(family: str) -> None:
-    """Case 3: with fewer KV heads than ranks each rank has a whole one, so that ranks share it."""
+def expected(family: str, cut: Cut, rank: int) -> dict[str, Box]:
+    """What a rank of vLLM holds, said once more by rule: the box of every tensor.
+
+    Columns (rows of the matrix) of projections into heads and features, rows of those out of them;
+    whole experts with expert parallelism; a vocabulary that is padded to 64 and then cut; KV heads
+    that are repeated where there are fewer than ranks; everything else whole.
+    """
     config = CONFIGS[family]
-    heads, dim = config["num_key_value_heads"], config["head_dim"]
-    for engine in recorded(family).engines:
-        layouts = recorded(family).layouts(engine)
-        for layout in layouts:
-            for name, them in boxes(layout).items():
-                if name.endswith(("k_proj.weight", "v_proj.weight")):
-                    (box,) = them
-                    assert box.shape[0] == max(1, heads // engine.tp) * dim
-                    assert box.start[0] % dim == 0
+    stage, r = divmod(rank, cut.tp)
+    first, last = stage == 0, stage == cut.pp - 1
+    per_stage = config["num_hidden_layers"] // cut.pp
+    experts = next((config[k] for k in EXPERTS if k in config), 0)
+    found: dict[str, Box] = {}
+    for spec in recorded(family).tensors:
+        parts = spec.name.split(".")
+        if "layers" in parts:
+            here = int(parts[2]) // per_stage == stage
+        elif family in EVERYWHERE:
+            here = True
+        elif "embed_tokens" in parts:
+            here = first or (last and config["tie_word_embeddings"])
+        else:
+            here = last
+        dim, num_parts, part = None, cut.tp, r
+        if parts[-2] in ("q_proj", "gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj"):
+            dim = 0
+        elif parts[-2] in ("o_proj", "down_proj", "w2"):
+            dim = 1
+        elif parts[-2] in ("k_proj", "v_proj"):
+            dim, num_parts = 0, min(cut.tp, config["num_key_value_heads"])
+            part = r * num_parts // cut.tp
+        elif parts[-2] in ("embed_tokens", "lm_head"):
+            dim = 0
+        if "experts" in parts and cut.ep:
+            dim = None
+            here &= int(parts[parts.index("experts") + 1]) // (experts // cut.tp) == r
+        if not here:
+            continue
+        start, shape = [0] * len(spec.shape), list(spec.shape)
+        if dim is not None:
+            rows = spec.shape[dim]
+            padded = -(-rows // 64) * 64 if parts[-2] in ("embed_tokens", "lm_head") else rows
+            size = padded // num_parts
+            start[dim] = part * size
+            shape[dim] = min(size, rows - start[dim])
+        found[spec.name] = Box(tuple(start), tuple(shape))
+    return found
+
+
+EVERYWHERE = ("qwen3_moe", "mixtral")
+"""Models of vLLM whose every stage holds the embedding, the last norm and the head."""
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @families
-def test_experts_go_whole_with_expert_parallelism(family: str) -> None:
-    """Case 4: rank r has the experts from r * per_rank on, whole; without it a slice of all."""
+def test_every_rank_holds_what_the_rule_says(family: str) -> None:
+    """Cases 3, 4, 7: never a part of a KV head, an expert's number is the global one, and every
+    stage has its own layers; exactly these boxes on every rank of every engine."""
     for engine in recorded(family).engines:
         for rank, layout in enumerate(recorded(family).layouts(engine)):
-            experts = {
-                (int(name.split(".experts.")[1].split(".")[0]), box.shape == spec.shape)
-                for spec in layout.tensors
-                if ".experts." in (name := spec.name)
-                for box in boxes(layout)[name]
-            }
-            if not experts:
-                continue
-            config = CONFIGS[family]
-            total = config.get("num_experts") or config.get("num_local_experts")
-            total = total or config["n_routed_experts"]
-            per_rank = total // engine.tp if engine.ep else total
-            first = rank % engine.tp * per_rank if engine.ep else 0
-            assert {number for number, _ in experts} == set(range(first, first + per_rank))
-            assert {whole for _, whole in experts} == {engine.ep or engine.tp == 1}
+            wanted = {name: [box] for name, box in expected(family, engine.cut, rank).items()}
+            assert boxes(layout) == wanted, (engine.cut, rank)
 
 
 # ---- as sinks
