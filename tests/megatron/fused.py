@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 from streamsync.layout.binding import torch_dtype
+from streamsync.layout.region import TensorSpec
 from tests.sync_rig import bits
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-
-    from streamsync.layout.region import TensorSpec
 
 Index = tuple[slice | int, ...]
 
@@ -30,10 +29,18 @@ _KINDS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate
 
 
 class FusedModel(nn.Module):
-    """Parameters of NaN until `load` was called; it has no forward."""
+    """Parameters of NaN until `load` was called; it has no forward.
+
+    Parameters are of `dtype` (None: of the checkpoint's), but biases of routers float32.
+    """
 
     def __init__(
-        self, config: Mapping[str, Any], tensors: Mapping[str, TensorSpec], rank: int, size: int
+        self,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, TensorSpec],
+        rank: int,
+        size: int,
+        dtype: str | None = None,
     ) -> None:
         super().__init__()
         self.fused = nn.ParameterDict()
@@ -46,7 +53,9 @@ class FusedModel(nn.Module):
         per_group = heads // groups
         self._keys = slice(first // per_group, -(-stop // per_group))
         for spec in tensors.values():
-            self._place(spec)
+            keeps = dtype is None or spec.name.endswith("e_score_correction_bias")
+            own = spec.dtype if keeps else dtype
+            self._place(TensorSpec(spec.name, spec.shape, own))
 
     def _share(self, total: int) -> tuple[int, int]:
         assert total % self._size == 0, f"{total} over {self._size} ranks"
@@ -124,6 +133,11 @@ class FusedModel(nn.Module):
 
     def _to(self, tensor: str, parameter: str, target: Index, source: Index) -> None:
         self._places[tensor] = parameter.replace(".", "/"), target, source
+
+    @property
+    def names(self) -> set[str]:
+        """The checkpoint tensors that it takes."""
+        return set(self._places)
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """What an engine's `load_weights` does."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Self
 
+import msgspec
 from safetensors.torch import load_file
 
 import streamsync.transports.shm  # noqa: F401 - else many loops wait for one import at once
@@ -19,49 +20,67 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    import torch
+
     from streamsync.plan.plan import Rules
     from streamsync.types import Version
+    from tests.megatron.scenarios import Scenario
 
 
 class Keeper(StillEngine):
-    """One sink rank around `model`, recorded from the model's own loader for a checkpoint of
-    `specs`; `kept[step]` are the bits of all its parameters when it committed."""
+    """One sink rank, recorded from the loader of its model; `kept[step]` are the bits of all its
+    parameters when it committed."""
 
-    def __init__(self, model: FusedModel, specs: Mapping[str, TensorSpec]) -> None:
-        super().__init__(record_loader(model, specs, model.load).binding)
-        self.model = model
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        specs: Mapping[str, TensorSpec],
+        rank: int,
+        size: int,
+        dtype: str | None,
+    ) -> None:
+        self._made_of = config, specs, rank, size, dtype
+        self.model = FusedModel(*self._made_of)
         self.kept: dict[int, list[bytes]] = {}
+        super().__init__(record_loader(self.model, specs, self.model.load).binding)
 
     def commit(self, version: Version) -> None:
         super().commit(version)
         self.kept[version.step] = self.model.bits()
 
+    def expected(self, checkpoint: Mapping[str, torch.Tensor]) -> list[bytes]:
+        """The bits of a second one of its kind after its loader loaded `checkpoint`."""
+        twin = FusedModel(*self._made_of)
+        twin.load((name, tensor) for name, tensor in checkpoint.items() if name in twin.names)
+        return twin.bits()
+
 
 class Replicas:
-    """Replicas of several sizes at one hub, as a context manager: `engines[size][rank]`."""
+    """Replicas at one hub, as a context manager: `engines[replica][rank]`."""
 
     def __init__(
         self,
-        engines: Mapping[int, Sequence[Keeper]],
+        engines: Mapping[str, Sequence[Keeper]],
         *,
         hub: str,
         secret: str,
         config: Config,
-        rules: Rules | None = None,
+        rules: Rules,
     ) -> None:
         self.engines = engines
+        part = msgspec.structs.replace(rules, unused=("*",))  # a draft needs little of a model
         self.subscribers = [
             Subscriber(
                 engine,
                 hub=hub,
                 secret=secret,
-                replica=f"tp{size}",
+                replica=replica,
                 rank=rank,
-                num_ranks=size,
-                rules=rules,
+                num_ranks=len(ranks),
+                rules=part if replica == "draft" else rules,
                 config=config,
             )
-            for size, ranks in engines.items()
+            for replica, ranks in engines.items()
             for rank, engine in enumerate(ranks)
         ]
         self._open = ExitStack()
@@ -82,36 +101,20 @@ class Replicas:
             subscriber.wait(step, seconds)
 
 
-def specs_of(path: Path) -> dict[str, TensorSpec]:
-    """Names, shapes and dtypes of a checkpoint."""
-    return {
+def replicas_of(scenario: Scenario, path: Path, sizes: Sequence[int]) -> dict[str, list[Keeper]]:
+    """Replicas of each size and one of the draft alone, all NaN, for the checkpoint at `path`, of
+    which only names, shapes and dtypes are used."""
+    specs = {
         name: TensorSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype))
         for name, tensor in load_file(path).items()
     }
-
-
-def replicas_of(
-    path: Path, config: Mapping[str, Any], sizes: Sequence[int]
-) -> dict[int, list[Keeper]]:
-    """Replicas of each size, all NaN, for the checkpoint at `path`, of which only names, shapes
-    and dtypes are used: engines that fuse what they can, recorded from their own loaders."""
-    specs = specs_of(path)
-    return {
-        size: [Keeper(FusedModel(config, specs, rank, size), specs) for rank in range(size)]
+    config, dtype = scenario.config, scenario.engine_dtype
+    replicas = {
+        f"tp{size}": [Keeper(config, specs, rank, size, dtype) for rank in range(size)]
         for size in sizes
     }
-
-
-def expected(
-    path: Path, config: Mapping[str, Any], sizes: Sequence[int]
-) -> dict[int, list[list[bytes]]]:
-    """What the memory of each rank is after its own loader loaded the checkpoint at `path`."""
-    checkpoint, specs = load_file(path), specs_of(path)
-    wanted: dict[int, list[list[bytes]]] = {}
-    for size in sizes:
-        wanted[size] = []
-        for rank in range(size):
-            model = FusedModel(config, specs, rank, size)
-            model.load(checkpoint.items())
-            wanted[size].append(model.bits())
-    return wanted
+    if scenario.has_draft:
+        draft = ("model.embed_tokens.", f"model.layers.{config['num_hidden_layers']}.")
+        taken = {name: spec for name, spec in specs.items() if name.startswith(draft)}
+        replicas["draft"] = [Keeper(config, taken, 0, 1, dtype)]
+    return replicas
