@@ -152,6 +152,7 @@ WIDE = [
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_every_cut(tmp_path: Path, transport: str) -> None:
     """Cases 1 to 4, 7 to 9, 12, 14 to 16 on every family and every kind of parallelism."""
