@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         TransportError,
         VersionError,
     )
+    from streamsync.models.megatron_binding import bind_megatron
     from streamsync.plan.plan import CastRule, Rename, Rules, Waiver
     from streamsync.publisher import AsyncPublisher, Publisher
     from streamsync.subscriber import Subscriber
@@ -63,6 +64,7 @@ __all__ = [
     "VersionError",
     "Waiver",
     "__version__",
+    "bind_megatron",
 ]
 
 # Imported at first use: `import streamsync` costs milliseconds and never pulls in torch.
@@ -70,6 +72,7 @@ _HOMES = {
     "streamsync.config": ("Config", "Deadlines"),
     "streamsync.control.hub": ("Hub",),
     "streamsync.engines.torch_module": ("TorchEngine",),
+    "streamsync.models.megatron_binding": ("bind_megatron",),
     "streamsync.plan.plan": ("CastRule", "Rename", "Rules", "Waiver"),
     "streamsync.publisher": ("AsyncPublisher", "Publisher"),
     "streamsync.subscriber": ("Subscriber",),

@@ -48,4 +48,5 @@ class Engine(ABC):
         the next `commit`. `arm` on a quarantined engine succeeds (healing)."""
 
     def post_load(self, group: str) -> None:  # noqa: B027 - optional hook
-        """Called once per landed group, before its gate opens: refresh derived tensors in place."""
+        """Called once per landed group, after the binding's landings of that group and before its
+        gate opens: refresh derived tensors in place."""

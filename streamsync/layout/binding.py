@@ -56,12 +56,17 @@ class Binding:
         """
         base = self.storages[view.storage].detach()
         if base.is_meta:
+            self.check_memory()
+        flat = torch.empty(0, dtype=dtype, device=base.device)
+        return flat.set_(base.untyped_storage(), view.offset, shape, view.strides)
+
+    def check_memory(self) -> None:
+        """Raises `LayoutError` for a binding on the meta device."""
+        if any(tensor.is_meta for tensor in self.storages):
             raise LayoutError(
                 "this layout was recorded from a module on the meta device: it serves plans, but "
                 "no bytes can move through it; bind a module that has memory"
             )
-        flat = torch.empty(0, dtype=dtype, device=base.device)
-        return flat.set_(base.untyped_storage(), view.offset, shape, view.strides)
 
     def addresses(self) -> tuple[int, ...]:
         """Where each storage begins now; changes when a storage was replaced. On the meta device,

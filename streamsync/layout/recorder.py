@@ -114,13 +114,14 @@ def record_loader(
         return (*own.storages, *spare.values())
 
     layout = records.layout(list(spare))
+    loaded = {spec.name for spec in layout.tensors}
     landings = [] if on_meta else _landings(module, load, records, spare, staged)
     return Recording(
         binding=Binding(
             layout=layout, storages=storages(), refresh=storages, landings=tuple(landings)
         ),
         opaque=records.opaque,
-        ignored=tuple(n for n in tensors if n not in {t.name for t in layout.tensors}),
+        ignored=tuple(name for name in tensors if name not in loaded),
         filled=records.filled,
         unwritten=records.unwritten,
     )

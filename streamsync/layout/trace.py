@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
+_LOOKS = frozenset({aten._local_scalar_dense.default, aten.equal.default})
+"""Operators whose result is a number or bool, which would be a wrong one."""
+
 _VALUELESS = frozenset(
     {
         aten.empty_like,
@@ -103,6 +106,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's own c
         for target in written_tensors(func, args, kwargs):
             if names:
                 self._lose(target, f"{func} changed it before it was loaded", names)
+        if names and func is aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+            return args[0]  # a temporary in real memory: there is nothing to write yet
+        if names and func in _LOOKS:
+            raise LayoutError("the loader looks at values of the checkpoint before it loads them")
         if func is aten._to_copy.default and self.is_traced(args[0]) and "device" in kwargs:
             kwargs["device"] = torch.device("meta")
             kwargs.pop("pin_memory", None)

@@ -14,7 +14,7 @@ import torch
 
 from streamsync.errors import LayoutError
 from streamsync.layout.binding import Binding, dtype_name, torch_dtype
-from streamsync.layout.module import Side, bind_module
+from streamsync.layout.module import Side, bind_module, module_tensors
 from streamsync.layout.overlap import check_writable
 from streamsync.layout.region import Entry, Layout, TensorSpec, View, contiguous_strides
 from streamsync.layout.strided import align
@@ -58,6 +58,25 @@ def bind_transformers(model: PreTrainedModel, *, side: Side) -> Binding:
 
     binding.refresh = refresh
     return binding
+
+
+def checkpoint_specs(model: PreTrainedModel) -> list[TensorSpec]:
+    """The tensors of `model`'s checkpoint; the model may be on the meta device.
+
+    Of tied tensors the first one's name only, as transformers saves them; what transformers never
+    loads in less than fp32 is fp32. Errors: see `bind_transformers`.
+    """
+    in_fp32 = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    seen: set[int] = set()
+    own: list[TensorSpec] = []
+    for name, tensor in module_tensors(model):
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        kept = tensor.is_floating_point() and any(part in name for part in in_fp32)
+        dtype = dtype_name(torch.float32 if kept else tensor.dtype)
+        own.append(TensorSpec(name, tuple(tensor.shape), dtype))
+    return [spec for spec, _ in _checkpoint_tensors(model, own).values()]
 
 
 def _checkpoint_tensors(

@@ -75,6 +75,7 @@ class SinkRank:
     ) -> None:
         self.name = f"{replica}/{rank}"
         self._binding: Binding = engine.binding()
+        self._binding.check_memory()
         self._hub = hub
         self._secret = secret
         self._replica = replica

@@ -11,13 +11,13 @@ from torch import nn
 
 from streamsync.config import Config, Deadlines
 from streamsync.engines.torch_module import TorchEngine
-from streamsync.errors import VersionError
+from streamsync.errors import LayoutError, VersionError
 from streamsync.layout.landing import Transform, check_transform
 from streamsync.layout.recorder import Recording, record_loader
 from streamsync.layout.region import TensorSpec
 from streamsync.stages.copies import BucketCopies
 from streamsync.testing.job import LocalJob
-from tests.sync_rig import bits, until
+from tests.sync_rig import StillEngine, bits, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -257,3 +257,13 @@ def test_damaged_bytes_never_reach_the_loader(monkeypatch: pytest.MonkeyPatch) -
         update(source, 2)
         job.sync(2)
         assert state(engine) == state(loaded(source))
+
+
+def test_a_layout_without_memory_can_not_subscribe() -> None:
+    with torch.device("meta"):
+        engine = Engine()
+    specs = {n: TensorSpec(n, tuple(t.shape), "float32") for n, t in checkpoint(0).items()}
+    recording = record_loader(engine, specs, engine.load_weights, transforms=TRANSFORMS)
+    assert recording.binding.layout == started(checkpoint(0))[1].binding.layout
+    with LocalJob(FAST) as job, pytest.raises(LayoutError, match="it serves plans"):
+        job.add_replica([StillEngine(recording.binding)])

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import save
 
-from streamsync import Config, Publisher
-from streamsync.models.megatron_binding import bind_megatron
+from streamsync import Config, PlanError, Publisher, bind_megatron
 from tests.megatron.build import build, fill, mpu, tensors
 from tests.megatron.messages import Counted, Job
 from tests.megatron.reference import export, logits_errors, mbridge_export, same_bits, spoiled
@@ -59,18 +58,38 @@ def run(job: Job, number: int, folder: Path) -> None:
         num_ranks=dist.get_world_size(),
         config=Config(transport=job.transport, bucket_bytes=job.bucket_bytes, copy_threads=1),
     ) as publisher:
-        publisher.wait_for_replicas(job.num_replicas, timeout=job.seconds)
+        if scenario.refused:
+            say(folder / f"{rank}.txt", refusal(publisher, job.seconds).encode())
+            return
+        publisher.wait_for_replicas(job.num_sizes + scenario.has_draft, timeout=job.seconds)
         for step in range(job.steps):
             if step:
                 fill(scenario, chunks, step)
                 expect(folder, step, export(scenario, chunks))
+            if step == 1:
+                move(chunks)
             before = digest(chunks)
             version = publisher.publish(step)
             publisher.wait(version, timeout=job.seconds)
             assert digest(chunks) == before, "a sync changed the source"
             report = publisher.report(version)
             counted.append(Counted(needed_bytes=report.needed_bytes, wire_bytes=report.wire_bytes))
-    (folder / f"{rank}.json").write_bytes(msgspec.json.encode(counted))
+    say(folder / f"{rank}.json", msgspec.json.encode(counted))
+
+
+def refusal(publisher: Publisher, seconds: float) -> str:
+    """What this rank is told of an engine that can't be served."""
+    try:
+        publisher.wait_for_replicas(1, timeout=seconds)
+    except PlanError as error:
+        return str(error)
+    raise AssertionError("the engines were to be refused")
+
+
+def move(chunks: list[torch.nn.Module]) -> None:
+    """Puts all weights elsewhere, as an optimizer does that offloads and reloads them."""
+    for _, tensor, _ in tensors(chunks):
+        tensor.data = tensor.data.clone()
 
 
 def prove(
@@ -95,12 +114,16 @@ def prove(
 
 
 def expect(folder: Path, step: int, exported: dict[str, torch.Tensor]) -> None:
-    """Rank 0 writes what the sinks must hold of `step`; the file appears complete."""
+    """Rank 0 writes what the sinks must hold of `step`."""
     if not exported:
         return
     folder.mkdir(exist_ok=True)
-    path = folder / f"{step}.safetensors"
-    save_file(exported, path.with_suffix(".part"))
+    say(folder / f"{step}.safetensors", save(exported))
+
+
+def say(path: Path, content: bytes) -> None:
+    """Writes a file that appears complete."""
+    path.with_suffix(".part").write_bytes(content)
     path.with_suffix(".part").rename(path)
 
 

@@ -8,12 +8,13 @@ from tests.megatron.scenarios import Scenario
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """`hubs[k]` is where the sinks of `scenarios[k]` wait, `num_replicas` of them."""
+    """`hubs[k]` is where the sinks of `scenarios[k]` wait: a replica of each of `num_sizes`, and
+    one more where there is a draft."""
 
     scenarios: list[Scenario]
     hubs: list[str]
     secret: str
-    num_replicas: int
+    num_sizes: int
     steps: int = 3
     seconds: float = 120.0
     """Deadline of each wait."""

@@ -304,4 +304,6 @@ def mbridge_export(scenario: Scenario, chunks: list[torch.nn.Module]) -> dict[st
             n: t.clone()
             for n, t in bridge.export_weights([_TransformerEngineNames(c) for c in chunks])
         }
+    # A tied model changed this for its whole class, and for the models after it.
+    bridge._DIRECT_MAPPING["output_layer.weight"] = "lm_head.weight"
     return shown if dist.get_rank() == 0 else {}

@@ -102,6 +102,10 @@ class Scenario:
 
     spoils: bool = False
     """Also shows that wrong exports of it are seen."""
+    engine_dtype: str | None = None
+    """Of all that engines hold but biases of routers; as at the source by default."""
+    refused: bool = False
+    """The engines have no rule for casting to their dtype."""
 
     @property
     def name(self) -> str:
@@ -112,6 +116,8 @@ class Scenario:
             *([self.dtype] if self.dtype != "float32" else []),
             *(["grouped"] if self.grouped else []),
             *(["wrapped"] if self.wrapped else []),
+            *([f"to-{self.engine_dtype}"] if self.engine_dtype else []),
+            *(["refused"] if self.refused else []),
         ]
         return "-".join([self.model, *(c for c in cuts if not c.endswith("p1")), *extras])
 
@@ -124,6 +130,11 @@ class Scenario:
         return kind != "deepseek_v3" and (
             not is_moe or (not self.grouped and self.tp > 1 and self.ep > 1)
         )
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether a draft model is trained along, whose engine is a second target."""
+        return bool(self.config.get("num_nextn_predict_layers"))
 
     @property
     def config(self) -> dict[str, Any]:

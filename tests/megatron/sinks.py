@@ -3,80 +3,84 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import torch
+import msgspec
 from safetensors.torch import load_file
 
+import streamsync.transports.shm  # noqa: F401 - else many loops wait for one import at once
 from streamsync import Config, Subscriber
-from streamsync.layout.binding import dtype_name, torch_dtype
-from streamsync.layout.held import Held, assemble
-from streamsync.layout.region import Box, TensorSpec
-from tests.sync_rig import StillEngine, bits
+from streamsync.layout.binding import dtype_name
+from streamsync.layout.recorder import record_loader
+from streamsync.layout.region import TensorSpec
+from tests.megatron.fused import FusedModel
+from tests.sync_rig import StillEngine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from streamsync.layout.binding import Binding
+    import torch
+
     from streamsync.plan.plan import Rules
     from streamsync.types import Version
+    from tests.megatron.scenarios import Scenario
 
 
 class Keeper(StillEngine):
-    """One sink rank; `kept[step]` are the bits of its memory, storage by storage, when it
-    committed."""
-
-    def __init__(self, binding: Binding) -> None:
-        super().__init__(binding)
-        self.kept: dict[int, list[bytes]] = {}
-
-    def commit(self, version: Version) -> None:
-        super().commit(version)
-        self.kept[version.step] = self.memory()
-
-    def memory(self) -> list[bytes]:
-        """The bits of all storages as they are."""
-        return [bits(storage) for storage in self.binding().storages]
-
-
-def rows(tensors: Mapping[str, TensorSpec], rank: int, size: int) -> Binding:
-    """A rank of an engine that fuses nothing: of each tensor an even share of rows, the first ranks
-    one more; scalars and the rest of what can't be cut on the last rank. NaN to begin with."""
-    held = []
-    for spec in tensors.values():
-        start, stop = (spec.shape[0] * at // size for at in (rank, rank + 1))
-        box = Box((start, *(0,) * (len(spec.shape) - 1)), (stop - start, *spec.shape[1:]))
-        local = torch.full(box.shape, torch.nan, dtype=torch_dtype(spec.dtype))
-        held.append(Held(spec, local, ((box, local),) if box.numel else ()))
-    return assemble(held)
-
-
-class Replicas:
-    """Replicas of several sizes at one hub, as a context manager: `engines[size][rank]`."""
+    """One sink rank, recorded from the loader of its model; `kept[step]` are the bits of all its
+    parameters when it committed."""
 
     def __init__(
         self,
-        engines: Mapping[int, Sequence[Keeper]],
+        config: Mapping[str, Any],
+        specs: Mapping[str, TensorSpec],
+        rank: int,
+        size: int,
+        dtype: str | None,
+    ) -> None:
+        self._made_of = config, specs, rank, size, dtype
+        self.model = FusedModel(*self._made_of)
+        self.kept: dict[int, list[bytes]] = {}
+        super().__init__(record_loader(self.model, specs, self.model.load).binding)
+
+    def commit(self, version: Version) -> None:
+        super().commit(version)
+        self.kept[version.step] = self.model.bits()
+
+    def expected(self, checkpoint: Mapping[str, torch.Tensor]) -> list[bytes]:
+        """The bits of a second one of its kind after its loader loaded `checkpoint`."""
+        twin = FusedModel(*self._made_of)
+        twin.load((name, tensor) for name, tensor in checkpoint.items() if name in twin.names)
+        return twin.bits()
+
+
+class Replicas:
+    """Replicas at one hub, as a context manager: `engines[replica][rank]`."""
+
+    def __init__(
+        self,
+        engines: Mapping[str, Sequence[Keeper]],
         *,
         hub: str,
         secret: str,
         config: Config,
-        rules: Rules | None = None,
+        rules: Rules,
     ) -> None:
         self.engines = engines
+        part = msgspec.structs.replace(rules, unused=("*",))  # a draft needs little of a model
         self.subscribers = [
             Subscriber(
                 engine,
                 hub=hub,
                 secret=secret,
-                replica=f"tp{size}",
+                replica=replica,
                 rank=rank,
-                num_ranks=size,
-                rules=rules,
+                num_ranks=len(ranks),
+                rules=part if replica == "draft" else rules,
                 config=config,
             )
-            for size, ranks in engines.items()
+            for replica, ranks in engines.items()
             for rank, engine in enumerate(ranks)
         ]
         self._open = ExitStack()
@@ -97,37 +101,20 @@ class Replicas:
             subscriber.wait(step, seconds)
 
 
-def specs_of(path: Path) -> dict[str, TensorSpec]:
-    """Names, shapes and dtypes of a checkpoint."""
-    return {
+def replicas_of(scenario: Scenario, path: Path, sizes: Sequence[int]) -> dict[str, list[Keeper]]:
+    """Replicas of each size and one of the draft alone, all NaN, for the checkpoint at `path`, of
+    which only names, shapes and dtypes are used."""
+    specs = {
         name: TensorSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype))
         for name, tensor in load_file(path).items()
     }
-
-
-def replicas_of(path: Path, sizes: Sequence[int]) -> dict[int, list[Keeper]]:
-    """Replicas of each size for the checkpoint at `path`, of which only the shapes are used."""
-    specs = specs_of(path)
-    return {size: [Keeper(rows(specs, rank, size)) for rank in range(size)] for size in sizes}
-
-
-def expected(path: Path, engines: Mapping[int, Sequence[Keeper]]) -> dict[int, list[list[bytes]]]:
-    """What the memory of each rank must be after the checkpoint at `path` was loaded."""
-    checkpoint = load_file(path)
-    specs = specs_of(path)
-    wanted: dict[int, list[list[bytes]]] = {}
-    for size in engines:
-        wanted[size] = []
-        for rank in range(size):
-            fresh = Keeper(rows(specs, rank, size))
-            layout = fresh.binding().layout
-            for entry in layout.entries:
-                spec = layout.tensors[entry.tensor]
-                cut = checkpoint[spec.name]
-                for dim, (start, length) in enumerate(
-                    zip(entry.box.start, entry.box.shape, strict=True)
-                ):
-                    cut = cut.narrow(dim, start, length)
-                fresh.binding().view(entry.view, entry.box.shape, cut.dtype).copy_(cut)
-            wanted[size].append(fresh.memory())
-    return wanted
+    config, dtype = scenario.config, scenario.engine_dtype
+    replicas = {
+        f"tp{size}": [Keeper(config, specs, rank, size, dtype) for rank in range(size)]
+        for size in sizes
+    }
+    if scenario.has_draft:
+        draft = ("model.embed_tokens.", f"model.layers.{config['num_hidden_layers']}.")
+        taken = {name: spec for name, spec in specs.items() if name.startswith(draft)}
+        replicas["draft"] = [Keeper(config, taken, 0, 1, dtype)]
+    return replicas

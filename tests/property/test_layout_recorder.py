@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from streamsync.layout.overlap import count_elements, have_common
 from streamsync.layout.recorder import record_loader
-from streamsync.layout.region import TensorSpec
+from streamsync.layout.region import TensorSpec, View
 
 
 @st.composite
@@ -159,3 +162,28 @@ def test_copies_and_fills_in_any_order_deliver_what_a_fresh_load_gives(
         copied = sum(entry.box.numel for entry in layout.entries)
         counts = copied, *recording.filled.values(), *recording.unwritten.values()
         assert sum(counts) == ROWS * COLUMNS
+
+
+views = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), max_size=3).flatmap(
+    lambda dims: st.tuples(
+        st.just(tuple(n for n, _ in dims)),
+        st.builds(View, st.just(0), st.integers(0, 30), st.just(tuple(s for _, s in dims))),
+    )
+)
+
+
+def elements(shape: tuple[int, ...], view: View) -> set[int]:
+    return {
+        view.offset + sum(i * s for i, s in zip(index, view.strides, strict=True))
+        for index in itertools.product(*map(range, shape))
+    }
+
+
+@given(st.lists(views, max_size=3))
+def test_counted_elements(some: list[tuple[tuple[int, ...], View]]) -> None:
+    """Views of any strides, also expanded ones and ones that overlap themselves."""
+    sets = [elements(shape, view) for shape, view in some]
+    assert count_elements(some) == len(set().union(*sets))
+    for i, one in enumerate(some):
+        for j, other in enumerate(some):
+            assert have_common(one, other) == bool(sets[i] & sets[j])

@@ -371,6 +371,12 @@ def _through_a_temporary(m: One, w: torch.Tensor) -> None:
     m.p.data.copy_(spare)
 
 
+def _through_real_memory(m: One, w: torch.Tensor) -> None:
+    spare = torch.zeros(6, 6)
+    spare[:4].copy_(w)
+    m.p.data.copy_(spare[:4])
+
+
 @pytest.mark.parametrize(
     "load",
     [
@@ -392,6 +398,7 @@ def _through_a_temporary(m: One, w: torch.Tensor) -> None:
         _from_the_module,
         _fill_last,
         _through_a_temporary,
+        _through_real_memory,
     ],
 )
 def test_more_than_copies_is_opaque(load: Callable[[One, torch.Tensor], None]) -> None:
@@ -613,7 +620,9 @@ def test_everything_under_a_long_overlap_is_opaque() -> None:
 @pytest.mark.parametrize(
     ("load", "says"),
     [
-        (lambda w: float(w[0, 0]), "item"),
+        (lambda w: float(w[0, 0]), "looks at values"),
+        (lambda w: w.sum().item(), "looks at values"),
+        (lambda w: torch.zeros(4, 6).copy_(w).sum().item(), "looks at values"),
         (lambda w: 1 / 0, "ZeroDivisionError"),
         (lambda w: w.numpy(), "numpy"),
     ],

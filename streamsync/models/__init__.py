@@ -1,0 +1,1 @@
+"""Model families: how trainers keep the tensors of their checkpoints."""
