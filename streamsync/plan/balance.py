@@ -41,7 +41,8 @@ class Quota(NamedTuple):
 def divide(
     demand: Mapping[tuple[int, ...], int], slot: Slot, bucket_bytes: int
 ) -> dict[tuple[int, ...], list[Quota]]:
-    """For each set of ranks (ascending numbers), how this sink's `demand` in bytes is divided.
+    """For each set of ranks (ascending numbers), how this sink's `demand` in bytes (all
+    positive) is divided.
 
     Deterministic. Every set's quotas sum to its demand.
     """

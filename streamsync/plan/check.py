@@ -10,6 +10,7 @@ from streamsync.plan.refusal import Findings, head
 
 if TYPE_CHECKING:
     from streamsync.layout.region import Box, Layout, View
+    from streamsync.plan.holders import Holders
     from streamsync.plan.plan import Share
 
 
@@ -64,6 +65,32 @@ def check_source(rank: str, layout: Layout) -> None:
                 tensor=layout.tensors[entry.tensor].name,
                 rank=rank,
             )
+
+
+def check_holders(holders: Holders, findings: Findings) -> bool:
+    """Whether what the hub answered is consistent in itself. Finding: layout."""
+    found: list[tuple[str, str]] = []
+    for holder in holders.classes:
+        ranks = holder.ranks
+        if not ranks or min(ranks) < 0 or max(ranks) >= len(holders.ranks):
+            found.append(("", f"ranks {ranks} of {len(holders.ranks)}"))
+    for record in (*(r for holder in holders.classes for r in holder.records), *holders.catalogue):
+        if record.pattern.count("{}") != len(record.numbers):
+            found.append((record.pattern, f"{len(record.numbers)} sets of numbers"))
+        for box in record.boxes:
+            if not _is_within(box, record.shape):
+                text = f"box {box.start} {box.shape} is no part of shape {list(record.shape)}"
+                found.append((record.pattern, text))
+    for tensor, text in found:
+        findings.add("layout", tensor, f"{tensor} of the sources: {text}")
+    return not found
+
+
+def _is_within(box: Box, shape: tuple[int, ...]) -> bool:
+    return len(box.start) == len(box.shape) == len(shape) and all(
+        a >= 0 and n >= 0 and a + n <= size
+        for a, n, size in zip(box.start, box.shape, shape, strict=True)
+    )
 
 
 def check_share(share: Share) -> None:

@@ -14,14 +14,15 @@ _MAX_LINES: Final = 20
 
 
 def explain(plan: Plan) -> str:
-    """A report of several lines: totals, sources and their balance, groups, casts, ties, and what
-    stays as it is."""
+    """A report of several lines: totals, sources and their balance, opaque tensors, groups, casts,
+    ties, and what stays as it is."""
     shares = plan.shares
     num_buckets = sum(len(share.buckets) for share in shares)
+    index, count = plan.slot
     lines = [
-        f"plan of {plan.sink}: {size(plan.needed_bytes)} of {len(plan.tensors)} tensors in "
-        f"{len(plan.groups)} groups, {num_buckets} buckets from {len(shares)} sources "
-        f"(membership epoch {plan.membership_epoch})"
+        f"plan of {plan.sink}, slot {index} of {count}: {size(plan.needed_bytes)} of "
+        f"{len(plan.tensors)} tensors in {len(plan.groups)} groups, {num_buckets} buckets from "
+        f"{len(shares)} sources (membership epoch {plan.membership_epoch})"
     ]
     if shares:
         most = max(share.nbytes for share in shares)
@@ -34,6 +35,12 @@ def explain(plan: Plan) -> str:
                 for share in shares
             ]
         )
+    if plan.opaque:
+        lines.append(
+            f"opaque, sent whole for the sink's own loader: {len(plan.opaque)} tensors, "
+            f"{size(plan.opaque_bytes)}"
+        )
+        lines += _list(list(plan.opaque))
     nbytes: Counter[str] = Counter()
     buckets: Counter[str] = Counter()
     for share in shares:

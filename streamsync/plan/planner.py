@@ -10,7 +10,7 @@ import msgspec
 from streamsync.errors import PlanError
 from streamsync.layout.group import group_of
 from streamsync.plan.blocks import divide_blocks
-from streamsync.plan.check import check_layout
+from streamsync.plan.check import check_holders, check_layout
 from streamsync.plan.conversion import roles
 from streamsync.plan.cover import Coverage
 from streamsync.plan.demand import Demand
@@ -53,7 +53,8 @@ def make_plan(
     if bucket_bytes < 1:
         raise PlanError(f"bucket_bytes must be at least 1, got {bucket_bytes}", rank=sink)
     findings = Findings(sink)
-    if not check_layout(sink, sink_layout, findings):
+    is_sound = check_layout(sink, sink_layout, findings)
+    if not check_holders(holders, findings) or not is_sound:
         findings.refuse(len(sink_layout.tensors))
     matching = match(sink_layout, holders, rules, findings)
     matches, wide = divide_blocks(matching.matches, roles(sink_layout.tensors, rules.quantise))

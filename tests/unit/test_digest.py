@@ -8,6 +8,7 @@ import pytest
 from streamsync.digest.compiled import PieceDigest, compile_bucket
 from streamsync.digest.definition import box_digest, mix, tensor_digest, tensor_key
 from streamsync.layout.region import Box, Entry, Layout, TensorSpec, View, contiguous_strides
+from streamsync.plan.holders import holders_of
 from streamsync.plan.plan import Bucket, Piece, Rules, Share, SharedTensor
 from streamsync.plan.planner import make_plan
 
@@ -43,14 +44,14 @@ def test_published_vectors(name: str, shape: tuple[int, ...], itemsize: int, dig
     dtype = {1: "uint8", 2: "bfloat16", 4: "float32"}[itemsize]
     data = counting(int(np.prod(shape, dtype=int)) * itemsize)
     assert tensor_digest(name, shape, itemsize, data) == digest
-    compiled = PieceDigest(SharedTensor(name, shape, dtype, dtype), Box.whole(shape))
+    compiled = PieceDigest(SharedTensor(name, name, shape, dtype, dtype), Box.whole(shape))
     assert compiled.run(np.frombuffer(data, np.uint8)) == digest
 
 
 def test_zeros_and_empty_boxes_add_nothing() -> None:
     assert tensor_digest("x", (4, 3), 2, bytes(24)) == 0
     assert box_digest("x", (4, 3), 2, Box((1, 0), (0, 3)), b"") == 0
-    piece = PieceDigest(SharedTensor("x", (4, 0), "int8", "int8"), Box.whole((4, 0)))
+    piece = PieceDigest(SharedTensor("x", "x", (4, 0), "int8", "int8"), Box.whole((4, 0)))
     assert piece.run(np.empty(0, np.uint8)) == 0
 
 
@@ -91,11 +92,11 @@ def make_share(bucket_bytes: int) -> Share:
     plan = make_plan(
         sink="e/0",
         sink_layout=layout,
-        sources={"t/0": layout},
+        holders=holders_of({"t/0": layout}),
         rules=Rules(),
         bucket_bytes=bucket_bytes,
     )
-    return plan.sink_shares[0]
+    return plan.shares[0]
 
 
 @pytest.mark.parametrize("bucket_bytes", [100, 4096, 1 << 20])
@@ -145,9 +146,9 @@ def test_what_is_merged_and_what_is_not() -> None:
 def test_small_boxes_far_inside_long_rows() -> None:
     """Merged pieces know their chunk, too."""
     shape = (3, 50_000)
-    spec = SharedTensor("x", shape, "bfloat16", "bfloat16")
+    spec = SharedTensor("x", "x", shape, "bfloat16", "bfloat16")
     boxes = [Box((1, 4 * k), (1, 12)) for k in (4_000, 4_097, 9_000, 12_000, 12_400)]
-    pieces = tuple(Piece(0, box, 24 * i, View(0, 0, (1, 1))) for i, box in enumerate(boxes))
+    pieces = tuple(Piece(0, box, 24 * i) for i, box in enumerate(boxes))
     bucket = Bucket(0, 0, 24 * len(boxes), pieces)
     share = Share(source="t", sink="e", tensors=(spec,), groups=("x",), buckets=(bucket,), digest=0)
     digest = compile_bucket(share, bucket)
@@ -164,8 +165,8 @@ def test_nothing_that_grows_with_the_bytes_is_allocated_in_a_run() -> None:
     import tracemalloc
 
     shape = (4096, 577)
-    spec = SharedTensor("x", shape, "bfloat16", "bfloat16")
-    piece = Piece(0, Box.whole(shape), 0, View(0, 0, (577, 1)))
+    spec = SharedTensor("x", "x", shape, "bfloat16", "bfloat16")
+    piece = Piece(0, Box.whole(shape), 0)
     bucket = Bucket(0, 0, 4096 * 1154, (piece,))
     share = Share(source="t", sink="e", tensors=(spec,), groups=("x",), buckets=(bucket,), digest=0)
     digest = compile_bucket(share, bucket)

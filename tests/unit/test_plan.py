@@ -8,11 +8,15 @@ import sys
 import msgspec
 import pytest
 
-from streamsync.errors import PlanError
+from streamsync.errors import LayoutError, PlanError
+from streamsync.layout.outline import Record
 from streamsync.layout.region import Box, Entry, Layout, TensorSpec, View, contiguous_strides
+from streamsync.plan.check import check_source
 from streamsync.plan.explain import explain
+from streamsync.plan.holders import HolderClass, Holders, holders_of
 from streamsync.plan.plan import CastRule, Plan, Rename, Rules, Waiver
 from streamsync.plan.planner import make_plan
+from streamsync.plan.resolve import resolve
 
 EMBED = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -43,10 +47,17 @@ def plan(
     return make_plan(
         sink="engine0/0",
         sink_layout=sink,
-        sources={f"trainer/{k}": source for k, source in enumerate(sources)},
+        holders=holders_of({f"trainer/{k}": source for k, source in enumerate(sources)}),
         rules=rules or Rules(),
         bucket_bytes=bucket_bytes,
     )
+
+
+def storages(done: Plan, layout: Layout, *, at_source: bool) -> list[int]:
+    """The storages that the plan's only share touches at one end, in the order of its pieces."""
+    (share,) = done.shares
+    views = resolve(share, layout, at_source=at_source)
+    return [view.storage for bucket in views for view in bucket]
 
 
 def refusal(*args: Layout, rules: Rules | None = None) -> str:
@@ -62,7 +73,8 @@ def test_a_hole_names_the_missing_rows() -> None:
     shards = [layout((name, (32, 8)), rows={name: (8 * k, 8 * k + 8)}) for k in range(4) if k != 1]
     text = refusal(layout((name, (32, 8))), *shards)
     assert f"{name} bfloat16[32, 8]: no source holds rows 8:16 of 32" in text
-    assert "held in part by trainer/0, trainer/1, trainer/2" in text
+    assert "the sink needs everything" in text
+    assert "the sources hold rows 0:8 of 32 by trainer/0, rows 16:24 of 32 by trainer/1, " in text
     assert f"tensor={name}" in text
 
 
@@ -76,7 +88,8 @@ def test_a_hole_in_columns_names_the_box() -> None:
 
 def test_a_tensor_nobody_holds_a_byte_of_is_a_hole() -> None:
     empty = Layout(tensors=layout(("w", (4, 6))).tensors, entries=())
-    assert "no source holds everything; held by nobody" in refusal(layout(("w", (4, 6))), empty)
+    text = refusal(layout(("w", (4, 6))), empty)
+    assert "no source holds everything; the sink needs everything; held by nobody" in text
 
 
 def test_a_prefix_between_names_is_refused_with_the_rule_that_helps() -> None:
@@ -88,7 +101,7 @@ def test_a_prefix_between_names_is_refused_with_the_rule_that_helps() -> None:
     assert "30 of 31 tensors needed by the sink, held by no source" in text
     assert "  language_model.model.layers.0.weight bfloat16[4]" in text
     assert "30 tensors held by a source, needed by no sink" in text
-    assert "  model.layers.0.weight bfloat16[4] at trainer/0" in text
+    assert "  model.layers.0.weight bfloat16[4]" in text
     assert text.count("... and 20 more") == 2
     assert 'add Rename(source="model.", sink="language_model.model.") (pairs 30 of them)' in text
     rules = Rules(renames=(Rename(source="model.", sink="language_model.model."),))
@@ -120,7 +133,7 @@ def test_the_suggested_rename_never_has_an_empty_side(
 def test_renaming_two_tensors_to_one_name_is_refused() -> None:
     rules = Rules(renames=(Rename(source="a.", sink="b."),))
     text = refusal(layout(("b.w", (4,))), layout(("a.w", (4,)), ("b.w", (4,))), rules=rules)
-    assert "two of its names are renamed to it" in text
+    assert "two names of the sources are renamed to it" in text
 
 
 def test_112_of_113_tensors_are_not_enough() -> None:
@@ -157,7 +170,7 @@ def test_a_waiver_does_not_hide_a_hole() -> None:
 def test_extra_source_tensors_need_a_rule() -> None:
     sink, source = layout(("a.w", (4,))), layout(("a.w", (4,)), ("value_head.w", (2, 2), "float32"))
     text = refusal(sink, source)
-    assert "value_head.w float32[2, 2] at trainer/0" in text
+    assert "value_head.w float32[2, 2]" in text
     assert "Rules.unused" in text
     done = plan(sink, source, rules=Rules(unused=("value_head.*",)))
     assert done.unused == ("value_head.w",)
@@ -190,23 +203,22 @@ def test_tied_at_the_sink_is_sent_once() -> None:
 def test_untied_at_the_source_and_tied_at_the_sink() -> None:
     """Case 12: the sink's own name decides; the other source tensor's values go unused, and the
     plan says so."""
-    done = plan(layout(SMALL, OTHER, ties={HEAD: EMBED}), layout(SMALL, OTHER))
+    source = layout(SMALL, OTHER)
+    done = plan(layout(SMALL, OTHER, ties={HEAD: EMBED}), source)
     assert done.shadowed == {HEAD: EMBED}
     assert f"{HEAD} (fed by {EMBED})" in explain(done)
-    (share,) = done.source_shares
-    assert [p.view.storage for b in share.buckets for p in b.pieces] == [0]
+    assert storages(done, source, at_source=True) == [0]
 
 
 @pytest.mark.parametrize("ties", [{HEAD: EMBED}, {EMBED: HEAD}])
 def test_tied_at_the_source_and_untied_at_the_sink(ties: dict[str, str]) -> None:
     """Case 12: both copies are fed from the one memory."""
-    done = plan(layout(SMALL, OTHER), layout(SMALL, OTHER, ties=ties))
+    sink, source = layout(SMALL, OTHER), layout(SMALL, OTHER, ties=ties)
+    done = plan(sink, source)
     assert done.needed_bytes == 96
     assert [t.name for t in done.tensors] == [EMBED, HEAD]
-    (share,) = done.source_shares
-    assert len({p.view.storage for b in share.buckets for p in b.pieces}) == 1
-    (share,) = done.sink_shares
-    assert [p.view.storage for b in share.buckets for p in b.pieces] == [0, 1]
+    assert len(set(storages(done, source, at_source=True))) == 1
+    assert storages(done, sink, at_source=False) == [0, 1]
 
 
 @pytest.mark.parametrize("name", [EMBED, HEAD])
@@ -221,17 +233,33 @@ def test_a_rule_ties_what_the_source_does_not_list() -> None:
     assert HEAD in refusal(layout(SMALL, OTHER), layout(SMALL))
     done = plan(layout(SMALL, OTHER), layout(SMALL), rules=rules)
     assert done.needed_bytes == 96
-    done = plan(layout(SMALL, OTHER), layout(SMALL, OTHER), rules=rules)
-    assert {p.view.storage for b in done.source_shares[0].buckets for p in b.pieces} == {0}
+    source = layout(SMALL, OTHER)
+    done = plan(layout(SMALL, OTHER), source, rules=rules)
+    assert set(storages(done, source, at_source=True)) == {0}
 
 
 def test_a_partial_update_must_be_declared() -> None:
-    """Case 13."""
+    """Case 13: what belongs to the subset is proved as ever, all else stays as it is."""
     sink, source = layout(("a.w", (4,)), ("b.w", (4,))), layout(("b.w", (4,)))
-    assert "partial=True" in refusal(sink, source)
-    done = plan(sink, source, rules=Rules(partial=True))
-    assert list(done.left) == ["a.w"]
+    assert "Rules.subset" in refusal(sink, source)
+    done = plan(sink, source, rules=Rules(subset=("b.*",)))
+    assert done.left == {"a.w": "outside of the declared subset"}
     assert done.groups == ("b",)
+    assert done.needed_bytes == 8
+    assert plan(sink, sink, rules=Rules(subset=("b.*",))).left == done.left, "also if it is sent"
+
+
+def test_a_subset_is_covered_or_refused() -> None:
+    """Case 9, 13: neither a hole in it, nor a missing tensor, nor a pattern of nothing passes."""
+    names = ("model.layers.0.w", "mtp.layers.0.w")
+    sink = layout(*[(name, (4,)) for name in names])
+    rules = Rules(subset=("mtp.*",))
+    part = layout((names[1], (4,)), rows={names[1]: (0, 3)})
+    assert "rows 3:4 of 4" in refusal(sink, part, rules=rules)
+    assert names[1] in refusal(sink, layout((names[0], (4,))), rules=rules)
+    text = refusal(sink, sink, rules=Rules(subset=("draft.*",)))
+    assert "draft.*" in text
+    assert "would move nothing" in text
 
 
 def test_fp32_masters_need_a_cast_rule() -> None:
@@ -241,7 +269,7 @@ def test_fp32_masters_need_a_cast_rule() -> None:
     source = layout(("a.w", (4,), "float32"), (bias, (4,), "float32"))
     text = refusal(sink, source)
     assert "1 of 2 tensors of another dtype at the source" in text
-    assert "a.w bfloat16[4], float32 at trainer/0" in text
+    assert "a.w bfloat16[4], float32 at the sources" in text
     assert 'CastRule(source="float32", sink="bfloat16", pattern="...")' in text
     rules = Rules(casts=(CastRule(source="float32", sink="bfloat16", pattern="*.w"),))
     done = plan(sink, source, rules=rules)
@@ -256,17 +284,26 @@ def test_integers_keep_their_dtype() -> None:
     """Case 20: a rule for floats says nothing of an index map."""
     rules = Rules(casts=(CastRule(source="float32", sink="bfloat16"),))
     text = refusal(layout(("m", (4,), "int32")), layout(("m", (4,), "int64")), rules=rules)
-    assert "m int32[4], int64 at trainer/0" in text
+    assert "m int32[4], int64 at the sources" in text
 
 
 def test_shapes_must_agree() -> None:
     text = refusal(layout((EMBED, (64, 8))), layout((EMBED, (60, 8))))
-    assert f"{EMBED} bfloat16[64, 8], bfloat16[60, 8] at trainer/0" in text
+    assert f"{EMBED} bfloat16[64, 8], bfloat16[60, 8] at the sources" in text
+    assert "factor" not in text
+
+
+def test_head_counts_that_do_not_fit_are_told() -> None:
+    """Case 3: key value heads that one side counts once and the other once per rank."""
+    name = "model.layers.0.self_attn.k_proj.weight"
+    text = refusal(layout((name, (64, 8))), layout((name, (16, 8))))
+    assert f"{name} bfloat16[64, 8], bfloat16[16, 8] at the sources" in text
+    assert "dim 0 differs by a factor of 4: compare the numbers of heads" in text
 
 
 def test_sources_must_agree_with_each_other() -> None:
     text = refusal(layout(("w", (8,))), layout(("w", (8,))), layout(("w", (8,), "float32")))
-    assert "w float32[8] at trainer/1, bfloat16[8] at trainer/0" in text
+    assert "w bfloat16[8] at trainer/0, w float32[8] at trainer/1" in text
 
 
 def test_one_source_with_two_values_for_one_box_is_refused() -> None:
@@ -274,8 +311,11 @@ def test_one_source_with_two_values_for_one_box_is_refused() -> None:
     one = layout(("w", (8,)))
     again = Entry(0, one.entries[0].box, View(7, 0, (1,)))
     twice = Layout(tensors=one.tensors, entries=(*one.entries, again))
-    assert "w: trainer/0 holds [0:8] in two places" in refusal(one, twice)
+    with pytest.raises(LayoutError, match=r"\[0:8\] of it is held in two places") as caught:
+        check_source("trainer/0", twice)
+    assert caught.value.where["tensor"] == "w"
     same = Layout(tensors=one.tensors, entries=one.entries * 2)
+    check_source("trainer/0", same)
     assert plan(one, same).needed_bytes == 16
 
 
@@ -305,16 +345,54 @@ def test_a_malformed_layout_is_refused(entry: Entry) -> None:
     """Case 41: a layout may come from anybody."""
     good = layout(("w", (4,)))
     bad = Layout(tensors=good.tensors, entries=(entry,))
-    assert "malformed layout" in refusal(good, bad)
+    with pytest.raises(LayoutError, match="of trainer/0: "):
+        check_source("trainer/0", bad)
     assert "malformed layout" in refusal(bad, good)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        Record("w", (), (4,), "bfloat16", (Box((0,), (5,)),)),
+        Record("w", (), (4,), "bfloat16", (Box((-1,), (4,)),)),
+        Record("w", (), (4,), "bfloat16", (Box((0, 0), (4, 1)),)),
+        Record("w", (), (4,), "bfloat16", (Box((0,), (4, 1)),)),
+        Record("w.{}", (), (4,), "bfloat16", (Box((0,), (4,)),)),
+        Record("w", (((0, 1),),), (4,), "bfloat16", (Box((0,), (4,)),)),
+    ],
+)
+def test_malformed_outlines_are_refused(record: Record) -> None:
+    """Case 41: what the hub answers may come from anybody."""
+    listed = Record("w", (), (4,), "bfloat16")
+    for held, catalogue, ranks in (
+        ((record,), (listed,), (0,)),
+        ((listed,), (record,), (0,)),
+        ((listed,), (listed,), (1,)),
+        ((listed,), (listed,), (-1,)),
+    ):
+        holders = Holders(
+            ranks=("trainer/0",),
+            classes=(HolderClass(ranks, "", held),),
+            catalogue=catalogue,
+        )
+        with pytest.raises(PlanError, match="malformed layout"):
+            make_plan(
+                sink="e/0",
+                sink_layout=layout(("w", (4,))),
+                holders=holders,
+                rules=Rules(),
+                bucket_bytes=64,
+            )
 
 
 def test_a_malformed_tie_or_name_is_refused() -> None:
     good = layout(("w", (4,)))
     for ties in ({"v": "w"}, {"w": "v"}, {"w": "w"}):
         bad = Layout(tensors=good.tensors, entries=(), ties=ties)
-        assert "tied to" in refusal(good, bad)
-    assert "listed twice" in refusal(good, layout(("w", (4,)), ("w", (4,))))
+        assert "tied to" in refusal(bad, good)
+        with pytest.raises(LayoutError, match="tied to"):
+            check_source("trainer/0", bad)
+    assert "listed twice" in refusal(layout(("w", (4,)), ("w", (4,))), good)
     assert "entries of its own" in refusal(
         msgspec.structs.replace(layout(SMALL, OTHER), ties={HEAD: EMBED}), layout(SMALL)
     )
@@ -337,7 +415,7 @@ def test_all_findings_are_told_at_once() -> None:
         layout(("a", (4,)), ("b", (4,)), ("c", (4,))),
         layout(("b", (5,)), ("c", (4,), "float32"), ("d", (4,))),
     )
-    for part in ("a bfloat16[4]", "bfloat16[5]", "float32 at", "d bfloat16[4] at"):
+    for part in ("a bfloat16[4]", "bfloat16[5]", "float32 at", "d bfloat16[4]"):
         assert part in text
 
 
@@ -350,14 +428,14 @@ def test_scalars_and_empty_tensors() -> None:
     assert done.groups == ("s", "w")
     nothing = plan(Layout(tensors=(), entries=()), Layout(tensors=(), entries=()))
     assert nothing.needed_bytes == 0
-    assert nothing.source_shares == ()
+    assert nothing.shares == ()
 
 
 def test_a_huge_embedding_with_default_settings() -> None:
     """Case 22: 2.5 GiB in buckets of 4 MiB."""
     rows, columns = 262_144, 5_120
     done = plan(layout((EMBED, (rows, columns))), layout((EMBED, (rows, columns))))
-    (share,) = done.source_shares
+    (share,) = done.shares
     assert share.nbytes == 5 << 29
     assert share.max_bucket_bytes <= 1 << 22
     assert len(share.buckets) < 660
@@ -396,12 +474,11 @@ def test_both_ends_know_their_share_by_one_digest() -> None:
     sink, source = layout(("a.w", (4, 4)), ("b.w", (4,))), layout(("a.w", (4, 4)), ("b.w", (4,)))
     moved = layout(("b.w", (4,)), ("a.w", (4, 4)))
     one, other = plan(sink, source), plan(sink, moved)
-    assert one.source_shares[0].digest == one.sink_shares[0].digest
-    assert one.source_shares[0].digest == other.source_shares[0].digest, "views don't count"
+    assert one.shares[0].digest == other.shares[0].digest, "where it lies doesn't count"
     assert one.layout_digests["engine0/0"] == other.layout_digests["engine0/0"]
     assert one.layout_digests["trainer/0"] != other.layout_digests["trainer/0"]
     smaller = plan(sink, source, bucket_bytes=8)
-    assert smaller.sink_shares[0].digest != one.sink_shares[0].digest
+    assert smaller.shares[0].digest != one.shares[0].digest
 
 
 def test_replicas_of_equal_layout_share_their_frames() -> None:
@@ -411,12 +488,12 @@ def test_replicas_of_equal_layout_share_their_frames() -> None:
         make_plan(
             sink=sink,
             sink_layout=tensors,
-            sources={"trainer/0": tensors},
+            holders=holders_of({"trainer/0": tensors}),
             rules=Rules(),
             bucket_bytes=64,
             membership_epoch=epoch,
         )
-        .source_shares[0]
+        .shares[0]
         .digest
         for sink, epoch in (("engine0/0", 1), ("engine1/0", 1), ("engine1/0", 2))
     ]
@@ -426,19 +503,20 @@ def test_replicas_of_equal_layout_share_their_frames() -> None:
 def test_the_digest_is_the_same_in_every_process() -> None:
     code = (
         "from streamsync.layout.region import *\n"
+        "from streamsync.plan.holders import holders_of\n"
         "from streamsync.plan.plan import Rules\n"
         "from streamsync.plan.planner import make_plan\n"
         "a = Layout(tensors=(TensorSpec('a.w', (4,), 'bfloat16'),),"
         " entries=(Entry(0, Box((0,), (4,)), View(0, 0, (1,))),))\n"
-        "p = make_plan(sink='engine0/0', sink_layout=a, sources={'trainer/0': a}, rules=Rules(),"
-        " bucket_bytes=64)\n"
-        "print(p.sink_shares[0].digest)"
+        "p = make_plan(sink='engine0/0', sink_layout=a, holders=holders_of({'trainer/0': a}),"
+        " rules=Rules(), bucket_bytes=64)\n"
+        "print(p.shares[0].digest)"
     )
     ran = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30
     )
     tiny = layout(("a.w", (4,)))
-    assert int(ran.stdout) == plan(tiny, tiny).sink_shares[0].digest
+    assert int(ran.stdout) == plan(tiny, tiny).shares[0].digest
 
 
 def test_a_plan_survives_the_wire() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from streamsync.layout.region import Box, Entry, Layout, TensorSpec, View
 from streamsync.plan.explain import explain, size
+from streamsync.plan.holders import holders_of
 from streamsync.plan.plan import CastRule, Rules, Waiver
 from streamsync.plan.planner import make_plan
 
@@ -18,6 +19,7 @@ def test_a_report_names_everything_that_is_not_plain() -> None:
                 if name not in (ties or {})
             ),
             ties=ties or {},
+            opaque=("model.layers.1.w",) if ties else (),
         )
 
     source = tensors(*[(f"model.layers.{i}.w", "float32") for i in range(40)], ("value.w", "int8"))
@@ -30,21 +32,24 @@ def test_a_report_names_everything_that_is_not_plain() -> None:
     plan = make_plan(
         sink="engine0/0",
         sink_layout=sink,
-        sources={"trainer/0": source, "trainer/1": source},
+        holders=holders_of({"trainer/0": source, "trainer/1": source}),
         rules=Rules(
             casts=(CastRule(source="float32", sink="bfloat16"),),
             waivers=(Waiver(pattern="draft.*", reason="no draft model is trained"),),
             unused=("value.*",),
         ),
         bucket_bytes=1 << 20,
+        slot=(1, 2),
         membership_epoch=3,
     )
     text = explain(plan)
     for part in (
-        "plan of engine0/0: 80.0 KiB of 40 tensors in 40 groups, 40 buckets from 2 sources",
+        "plan of engine0/0, slot 1 of 2: 80.0 KiB of 40 tensors in 40 groups, 40 buckets from 1 "
+        "sources",
         "(membership epoch 3)",
         "the busiest sends 1.00 x the mean",
-        "trainer/1: 40.0 KiB in 20 buckets, largest 2.0 KiB",
+        "trainer/1: 80.0 KiB in 40 buckets, largest 2.0 KiB",
+        "opaque, sent whole for the sink's own loader: 1 tensors, 2.0 KiB\n  model.layers.1.w",
         "model.layers.7: 2.0 KiB in 1 buckets",
         "... and 20 more",
         "cast at the source, float32 to bfloat16: 40 tensors",
@@ -57,7 +62,9 @@ def test_a_report_names_everything_that_is_not_plain() -> None:
 
 def test_an_empty_plan_can_be_told() -> None:
     nothing = Layout(tensors=(), entries=())
-    plan = make_plan(sink="e/0", sink_layout=nothing, sources={}, rules=Rules(), bucket_bytes=1)
+    plan = make_plan(
+        sink="e/0", sink_layout=nothing, holders=holders_of({}), rules=Rules(), bucket_bytes=1
+    )
     assert "0 B of 0 tensors" in explain(plan)
 
 
