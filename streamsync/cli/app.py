@@ -29,6 +29,8 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measures streamsync against its roof.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+layout = typer.Typer(help="Looks at layouts without a weight or a process.", no_args_is_help=True)
+app.add_typer(layout, name="layout")
 
 Transport = Annotated[TransportName, typer.Option(help="What carries the bytes.")]
 ApplyMode = Annotated[Apply, typer.Option(help="Install layer by layer, or whole versions.")]
@@ -126,8 +128,8 @@ def pipeline(
     raise typer.Exit(benchmark.main(options))
 
 
-@bench.command()
-def plan(
+@bench.command("plan")
+def bench_plan(
     model: Annotated[str, typer.Option(help="Only rows of this model.")] = "",
     rows: Annotated[str, typer.Option(help="Only rows with so many ranks, as 512:256.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Only small clusters: seconds.")] = False,
@@ -138,6 +140,35 @@ def plan(
     from streamsync.bench import plan as benchmark
 
     raise typer.Exit(benchmark.main(options))
+
+
+@app.command()
+def plan(
+    model: Annotated[Path, typer.Option(help="A config.json, or the folder that it is in.")],
+    source: Annotated[str, typer.Option(help="The trainer: 'tp8 pp8 ep32 dp4', 'fsdp32'.")],
+    sink: Annotated[str, typer.Option(help="The engines: 'tp16 ep16 replicas2'.")],
+    rank: Annotated[int, typer.Option(min=0, help="Whose plan, of all engines' ranks.")] = 0,
+    explain: Annotated[bool, typer.Option("--explain", help="All of it, for a person.")] = False,
+    json: Json = None,
+) -> None:
+    """Plans a sync for one rank of an engine, without a weight or a process."""
+    from streamsync.cli import plan as planning
+
+    options = planning.Options(model, source, sink, rank, explain, json)
+    raise typer.Exit(planning.main(options))
+
+
+@layout.command("check")
+def layout_check(
+    config: Annotated[Path, typer.Argument(help="A config.json, or the folder that it is in.")],
+    source: Annotated[str, typer.Option(help="How the trainer cuts the model.")] = "tp1",
+    sink: Annotated[str, typer.Option(help="How an engine cuts the model.")] = "tp1",
+    json: Json = None,
+) -> None:
+    """Checks a model's rules: every tensor has a place, and is what the checkpoint says."""
+    from streamsync.cli import layout as checking
+
+    raise typer.Exit(checking.main(checking.Options(config, source, sink, json)))
 
 
 @app.command()
