@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 from streamsync.transports.choice import open_transport
@@ -20,15 +22,20 @@ class OpenTransports:
         self._config = config
         self._executor = executor
         self._open: dict[str, Transport] = {}
+        self._opening = asyncio.Lock()
 
     async def get(self, name: TransportName) -> Transport:
         """The transport called `name`; raises `ConfigError` or `MissingExtraError`."""
-        transport = self._open.get(name)
-        if transport is None:
-            transport = open_transport(name, self._config, self._executor)
-            await transport.start()
-            self._open[name] = transport
-        return transport
+        async with self._opening:
+            transport = self._open.get(name)
+            if transport is None:
+                # Its module is imported now, and imports wait for each other's.
+                transport = await asyncio.get_running_loop().run_in_executor(
+                    self._executor, partial(open_transport, name, self._config, self._executor)
+                )
+                await transport.start()
+                self._open[name] = transport
+            return transport
 
     async def close(self) -> None:
         """Closes all."""
