@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -21,7 +21,7 @@ from streamsync.plan.schedule import Draft, schedule
 from streamsync.types import DTYPE_ITEMSIZES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping
 
     from streamsync.layout.region import Layout
     from streamsync.plan.balance import Slot
@@ -74,10 +74,17 @@ def make_plan(
         for quota, items in zip(quotas, demand.deal(ranks, quotas), strict=True):
             if items:
                 dealt.setdefault(quota.rank, []).extend(items)
-    groups = [group_of(tensor.name) for tensor in tensors]
-    packing = _Packing(sink, tensors, itemsizes, groups, bucket_bytes, membership_epoch)
+    groups: dict[str, int] = {}
+    fed = {
+        number: _Fed(
+            tensor, itemsizes[number], group, (groups.setdefault(group, len(groups)), number)
+        )
+        for number, tensor in enumerate(tensors)
+        if cells[number]
+        for group in [group_of(tensor.name)]
+    }
     shares = [
-        packing.share(holders.ranks[rank], dealt[rank])
+        _share(holders.ranks[rank], sink, dealt[rank], fed, bucket_bytes, membership_epoch)
         for rank in sorted(dealt, key=holders.ranks.__getitem__)
     ]
     digests = {rank: holder.digest for holder in holders.classes for rank in holder.ranks}
@@ -85,7 +92,7 @@ def make_plan(
     return Plan(
         sink=sink,
         shares=tuple(shares),
-        groups=tuple(dict.fromkeys(g for g, own in zip(groups, cells, strict=True) if own)),
+        groups=tuple(groups),
         needed_bytes=sum(nbytes.values()),
         opaque_bytes=sum(nbytes[name] for name in opaque),
         tensors=tensors,
@@ -107,49 +114,43 @@ def layout_digest(layout: Layout) -> str:
     return hashlib.blake2b(_encode(layout), digest_size=16).hexdigest()
 
 
-class _Packing:
-    """Makes shares out of what is dealt to the sources. Their tensors and groups are numbered, and
-    their buckets ordered, as the sink's `tensors` are."""
+class _Fed(NamedTuple):
+    """A tensor that bytes travel for. `place` orders tensors by their groups, and these by their
+    first tensors."""
 
-    def __init__(
-        self,
-        sink: str,
-        tensors: Sequence[SharedTensor],
-        itemsizes: Sequence[int],
-        groups: Sequence[str],
-        bucket_bytes: int,
-        membership_epoch: int,
-    ) -> None:
-        self._sink = sink
-        self._tensors = tensors
-        self._itemsizes = itemsizes
-        self._bucket_bytes = bucket_bytes
-        self._membership_epoch = membership_epoch
-        self._groups = groups
-        numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
-        self._places = [(numbers[group], tensor) for tensor, group in enumerate(groups)]
+    tensor: SharedTensor
+    itemsize: int
+    group: str
+    place: tuple[int, int]
 
-    def share(self, source: str, dealt: list[Dealt]) -> Share:
-        """What `source` sends."""
-        dealt.sort(key=lambda item: self._places[item[0]])
-        tensors: dict[int, int] = {}
-        groups: dict[str, int] = {}
-        drafts = [
-            Draft(
-                groups.setdefault(self._groups[tensor], len(groups)),
-                tensors.setdefault(tensor, len(tensors)),
-                self._itemsizes[tensor],
-                parts,
-            )
-            for tensor, parts in dealt
-        ]
-        share = Share(
-            source=source,
-            sink=self._sink,
-            tensors=tuple(self._tensors[tensor] for tensor in tensors),
-            groups=tuple(groups),
-            buckets=schedule(drafts, self._bucket_bytes),
-            digest=0,
-            membership_epoch=self._membership_epoch,
+
+def _share(
+    source: str,
+    sink: str,
+    dealt: Iterable[Dealt],
+    fed: Mapping[int, _Fed],
+    bucket_bytes: int,
+    membership_epoch: int,
+) -> Share:
+    """What `source` sends, in forward order."""
+    tensors: dict[int, int] = {}
+    groups: dict[str, int] = {}
+    drafts = [
+        Draft(
+            groups.setdefault(fed[number].group, len(groups)),
+            tensors.setdefault(number, len(tensors)),
+            fed[number].itemsize,
+            parts,
         )
-        return msgspec.structs.replace(share, digest=share_digest(share))
+        for number, parts in sorted(dealt, key=lambda item: fed[item[0]].place)
+    ]
+    share = Share(
+        source=source,
+        sink=sink,
+        tensors=tuple(fed[number].tensor for number in tensors),
+        groups=tuple(groups),
+        buckets=schedule(drafts, bucket_bytes),
+        digest=0,
+        membership_epoch=membership_epoch,
+    )
+    return msgspec.structs.replace(share, digest=share_digest(share))

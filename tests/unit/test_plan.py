@@ -431,6 +431,13 @@ def test_scalars_and_empty_tensors() -> None:
     assert nothing.shares == ()
 
 
+def test_an_empty_tensor_does_not_bring_its_group_forward() -> None:
+    """Case 24: groups are in the order in which bytes of them are needed."""
+    tensors = [("layers.0.e", (0, 4)), ("b.w", (4,)), ("layers.0.w", (4,))]
+    done = plan(layout(*tensors), layout(*tensors))
+    assert done.groups == done.shares[0].groups == ("b", "layers.0")
+
+
 def test_a_huge_embedding_with_default_settings() -> None:
     """Case 22: 2.5 GiB in buckets of 4 MiB."""
     rows, columns = 262_144, 5_120
