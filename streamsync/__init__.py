@@ -27,7 +27,10 @@ if TYPE_CHECKING:
         TransportError,
         VersionError,
     )
+    from streamsync.layout.lora import merge_lora
+    from streamsync.layout.recorder import record_loader
     from streamsync.models.megatron_binding import bind_megatron
+    from streamsync.plan.conversion import QuantRule
     from streamsync.plan.plan import CastRule, Rename, Rules, Waiver
     from streamsync.publisher import AsyncPublisher, Publisher
     from streamsync.subscriber import Subscriber
@@ -50,6 +53,7 @@ __all__ = [
     "PlanError",
     "PoisonedStepError",
     "Publisher",
+    "QuantRule",
     "QuarantinedError",
     "Rename",
     "Rules",
@@ -65,6 +69,8 @@ __all__ = [
     "Waiver",
     "__version__",
     "bind_megatron",
+    "merge_lora",
+    "record_loader",
 ]
 
 # Imported at first use: `import streamsync` costs milliseconds and never pulls in torch.
@@ -72,7 +78,10 @@ _HOMES = {
     "streamsync.config": ("Config", "Deadlines"),
     "streamsync.control.hub": ("Hub",),
     "streamsync.engines.torch_module": ("TorchEngine",),
+    "streamsync.layout.lora": ("merge_lora",),
+    "streamsync.layout.recorder": ("record_loader",),
     "streamsync.models.megatron_binding": ("bind_megatron",),
+    "streamsync.plan.conversion": ("QuantRule",),
     "streamsync.plan.plan": ("CastRule", "Rename", "Rules", "Waiver"),
     "streamsync.publisher": ("AsyncPublisher", "Publisher"),
     "streamsync.subscriber": ("Subscriber",),
