@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from streamsync.digest.compiled import PieceDigest, compile_bucket
 from streamsync.digest.definition import box_digest, tensor_digest
-from streamsync.layout.region import Box, View
+from streamsync.layout.region import Box
 from streamsync.plan.plan import Bucket, Piece, Share, SharedTensor
 
 MOD = 1 << 64
@@ -47,9 +47,8 @@ def pack(items: list[tuple[str, tuple[int, ...], int, Box, np.ndarray]]):
     """A bucket of these (name, shape, itemsize, box, data), in a share of its own."""
     tensors, pieces, payload, at = [], [], [], 0
     for name, shape, itemsize, box, data in items:
-        tensors.append(SharedTensor(name, shape, DTYPES[itemsize], DTYPES[itemsize]))
-        view = View(0, 0, (0,) * len(shape))
-        pieces.append(Piece(len(tensors) - 1, box, at, view))
+        tensors.append(SharedTensor(name, name, shape, DTYPES[itemsize], DTYPES[itemsize]))
+        pieces.append(Piece(len(tensors) - 1, box, at))
         payload.append(data)
         at += data.nbytes
     bucket = Bucket(0, 0, at, tuple(pieces))
@@ -134,7 +133,7 @@ def test_large_pieces(shape: tuple[int, ...], itemsize: int, data: st.DataObject
     stop = tuple(data.draw(st.integers(-(-2 * n // 3), n)) for n in shape)
     box = Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
     raw = bytes_of(content(shape, itemsize, 7), box)
-    tensor = SharedTensor("big", shape, DTYPES[itemsize], DTYPES[itemsize])
+    tensor = SharedTensor("big", "big", shape, DTYPES[itemsize], DTYPES[itemsize])
     digest = PieceDigest(tensor, box)
     expected = sparse_reference("big", shape, itemsize, box, raw)
     shifted = np.empty(raw.nbytes + 1, np.uint8)[1:]
@@ -217,7 +216,8 @@ def test_stacked_pieces_count_as_if_alone(
         packed = content(box.shape, itemsize, k).reshape(-1)
         items.append((f"t{k % 3}", shape, itemsize, box, packed))
         dtype = DTYPES[itemsize]
-        expected += PieceDigest(SharedTensor(f"t{k % 3}", shape, dtype, dtype), box).run(packed)
+        tensor = SharedTensor(f"t{k % 3}", f"t{k % 3}", shape, dtype, dtype)
+        expected += PieceDigest(tensor, box).run(packed)
     share, bucket, payload = pack(items)
     digest = compile_bucket(share, bucket)
     assert len(digest.small) == num
