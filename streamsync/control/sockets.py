@@ -49,6 +49,8 @@ M = TypeVar("M", bound=Message)
 
 _LAST_WORDS_MILLISECONDS = 200
 _PING_SECONDS = 2.0
+_PINGS_PER_SECOND = 500
+"""A hub of thousands pings less often, or it would do little else while they join."""
 _BACKLOG = 4096
 """Dialers that come at once: with ZeroMQ's 100, thousands would wait for each other's repeats."""
 
@@ -158,7 +160,7 @@ class Listener:
 
     async def _ping(self) -> None:
         while True:
-            await asyncio.sleep(_PING_SECONDS)
+            await asyncio.sleep(max(_PING_SECONDS, len(self._known) / _PINGS_PER_SECOND))
             for peer in tuple(self._known):
                 self.send(peer, Ping())
 
