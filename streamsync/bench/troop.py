@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import socket
 import sys
 import time
@@ -23,9 +24,9 @@ from streamsync.control.curve import Curve
 from streamsync.errors import StreamsyncError
 from streamsync.layout.outline import Outline, Record, outline_digest
 
-_LOOK_SECONDS = 0.02
-"""A look at thousands of sockets costs milliseconds: done at once again for every word that came
-meanwhile, it would take the hub's cores."""
+_LOOK_SECONDS = 0.05
+_WAVE = 128
+"""Ranks that connect between two looks."""
 
 
 class Recruit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -113,8 +114,8 @@ class _Ranks:
         ]
         self._curve = Curve(troop.secret)
         self._curve.context.max_sockets = len(troop.recruits) + 16
-        self._poller = zmq.Poller()
-        self._ranks: dict[zmq.Socket[bytes], _Rank] = {}
+        self._epoll = select.epoll()
+        self._ranks: dict[int, _Rank] = {}
         self._unanswered = 0
         self._alive_seconds = 2.0
         self._alive_at = 0.0
@@ -131,10 +132,19 @@ class _Ranks:
             rank = _Rank(recruit, owner, f"{number + 1:05}-{os.urandom(6).hex()}")
             rank.socket.identity = os.urandom(16)
             rank.socket.connect(self._troop.hub)
-            self._ranks[rank.socket] = rank
-            self._poller.register(rank.socket, zmq.POLLIN)
+            descriptor = int(rank.socket.get(zmq.FD))
+            self._ranks[descriptor] = rank
+            self._epoll.register(descriptor, select.EPOLLIN)
             rank.say(self._join(rank))
+            self._drain(rank)
+            if number % _WAVE == _WAVE - 1:
+                self._attend()
         while self._unanswered:
+            self._attend()
+
+    def attend_until_told(self, line: Line) -> None:
+        """Attends until the next order is there: a rank that fell silent would be forgotten."""
+        while not select.select([line.socket], [], [], 0)[0]:
             self._attend()
 
     def settle(self, silent_seconds: float) -> Heard:
@@ -161,6 +171,7 @@ class _Ranks:
 
     def close(self) -> None:
         """Ends all connections."""
+        self._epoll.close()
         self._curve.context.destroy(linger=0)
 
     def _join(self, rank: _Rank) -> m.Join:
@@ -186,21 +197,25 @@ class _Ranks:
         )
 
     def _attend(self) -> None:
-        time.sleep(_LOOK_SECONDS)
-        for sock, _ in self._poller.poll(0):
-            rank = self._ranks[sock]
-            try:
-                while True:
-                    head, *tail = sock.recv_multipart(zmq.NOBLOCK)
-                    self._hear(rank, m.decode(head), *tail)
-            except zmq.Again:
-                pass
+        for descriptor, _ in self._epoll.poll(_LOOK_SECONDS):
+            self._drain(self._ranks[descriptor])
         now = time.monotonic()
         if now > self._alive_at + self._alive_seconds:
             self._alive_at = now
             for rank in self._ranks.values():
                 if rank.joined:
                     rank.say(m.Alive(name=rank.recruit.name, incarnation=rank.incarnation))
+                    self._drain(rank)
+
+    def _drain(self, rank: _Rank) -> None:
+        """Hears all that is there. Done after every word, too: a socket's descriptor tells of what
+        is new, once, and sending swallows that."""
+        try:
+            while True:
+                head, *tail = rank.socket.recv_multipart(zmq.NOBLOCK)
+                self._hear(rank, m.decode(head), *tail)
+        except zmq.Again:
+            pass
 
     def _hear(self, rank: _Rank, message: m.AnyMessage, found: bytes = b"") -> None:
         recruit = rank.recruit
@@ -264,6 +279,7 @@ async def _serve(line: Line) -> None:
         line.receive(Order)
         ranks.join()
         line.send(Order(kind="settle"))
+        ranks.attend_until_told(line)
         order = line.receive(Order)
         line.send(ranks.settle(order.silent_seconds))
     finally:
