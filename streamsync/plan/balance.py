@@ -20,7 +20,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 Slot = tuple[int, int]
 """A replica's index among all replicas, and their count."""
@@ -55,15 +55,8 @@ def divide(
         poured = pour(ranks, nbytes, levels)
         for rank, part in poured.items():
             levels[rank] += part
-        known = [rank for rank in ranks if rank in used]
-        if len(ranks) == 1:
-            quotas = [Quota(ranks[0], nbytes)]
-        elif known and all(part < least for rank, part in poured.items() if rank not in used):
-            even = nbytes / len(known)
-            quotas = _merge([Quota(rank, even) for rank in known], nbytes, least)
-        else:
-            line = [Quota(rank, poured[rank]) for rank in ranks]
-            quotas = _merge(list(_part(line, nbytes, slot)), nbytes, least)
+        line = [Quota(rank, poured[rank]) for rank in ranks]
+        quotas = _worthwhile(list(_part(line, nbytes, slot)), used.intersection(ranks), least)
         used.update(quota.rank for quota in quotas)
         divided[ranks] = quotas
     return divided
@@ -99,12 +92,23 @@ def _part(line: Iterable[Quota], nbytes: int, slot: Slot) -> Iterator[Quota]:
             yield Quota(rank, common * count)
 
 
-def _merge(quotas: list[Quota], nbytes: int, least: float) -> list[Quota]:
-    """Without those below `least`, as long as there is another: the rest takes theirs."""
-    largest = max(quotas, key=lambda quota: quota.nbytes)
-    kept = [quota for quota in quotas if quota.nbytes >= least] or [largest]
-    scale = nbytes / sum(quota.nbytes for quota in kept)
-    return [Quota(rank, part * scale) for rank, part in kept]
+def _worthwhile(quotas: list[Quota], known: Set[int], least: float) -> list[Quota]:
+    """`quotas` without those below `least` of ranks that are not `known`: the known ones take
+    theirs, or else the others, or some of those themselves."""
+    kept = {rank: part for rank, part in quotas if part >= least or rank in known}
+    small = [quota for quota in quotas if quota.rank not in kept]
+    rest = sum(quota.nbytes for quota in small)
+    if small:
+        takers = sorted(known) or list(kept) or _spaced(small, max(1, int(rest / least)))
+        for rank in takers:
+            kept[rank] = kept.get(rank, 0.0) + rest / len(takers)
+    return [Quota(rank, kept[rank]) for rank in sorted(kept)]
+
+
+def _spaced(quotas: Sequence[Quota], most: int) -> list[int]:
+    """At most so many of the quotas' ranks, at equal distances."""
+    number = min(most, len(quotas))
+    return [quotas[(2 * n + 1) * len(quotas) // (2 * number)].rank for n in range(number)]
 
 
 def num_dealt_at_once(quotas: Sequence[Quota], bucket_bytes: int) -> int:
