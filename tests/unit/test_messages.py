@@ -43,6 +43,8 @@ def values(kind: type[Any], field: Any) -> st.SearchStrategy[Any]:
         return st.one_of(*(values(kind, argument) for argument in arguments))
     if field in (int, str):
         return {int: numbers, str: words}[field]
+    if field is float:
+        return st.floats(allow_nan=False)
     if field is Outline:
         return outlines
     if field is Record:

@@ -12,6 +12,7 @@ import torch
 from streamsync.layout.binding import Binding
 from streamsync.layout.overlap import overlaps
 from streamsync.layout.region import Box, Entry, Layout, View, contiguous_strides
+from streamsync.plan.holders import holders_of
 from streamsync.plan.plan import Rules
 from streamsync.plan.planner import make_plan
 from tests.vllm import recordings
@@ -192,12 +193,12 @@ def test_any_cut_of_the_checkpoint_reaches_vllm(family: str) -> None:
         plan = make_plan(
             sink=f"engine/{rank}",
             sink_layout=sink,
-            sources=sources,
+            holders=holders_of(sources),
             rules=Rules(),
             bucket_bytes=10_000,
         )
         came = {x.name: torch.zeros(x.shape, dtype=torch.uint8) for x in sink.tensors}
-        for share in plan.sink_shares:
+        for share in plan.shares:
             held = boxes(sources[share.source])
             for bucket in share.buckets:
                 for piece in bucket.pieces:
@@ -210,4 +211,4 @@ def test_any_cut_of_the_checkpoint_reaches_vllm(family: str) -> None:
                 wanted[name][tuple(map(slice, box.start, box.stop))] = 1
         assert all(torch.equal(came[name], wanted[name]) for name in wanted), (engine.cut, rank)
         needed_bytes = sum(int(wanted[x.name].sum()) * x.itemsize for x in sink.tensors)
-        assert sum(share.nbytes for share in plan.sink_shares) == needed_bytes
+        assert sum(share.nbytes for share in plan.shares) == needed_bytes
