@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from streamsync.bench.layouts import Cut
+from streamsync.models.parallelism import Parallelism
 
 LLAMA_70B: Final[dict[str, Any]] = {
     "architectures": ["LlamaForCausalLM"],
@@ -57,40 +57,38 @@ MODELS: Final = {"llama-70b": LLAMA_70B, "deepseek-v3": DEEPSEEK_V3}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row: a model, how the trainer cuts it, how one engine does, and how many engines there
-    are. Parallelisms are written as `streamsync plan` takes them."""
+    """One row: a model, how the trainer cuts it, and how the engines do. Both are written as
+    `streamsync plan` takes them."""
 
     model: str
     source: str
     sink: str
-    num_replicas: int
     is_quick: bool = False
 
     @property
     def ranks(self) -> str:
         """How many ranks either side has, as `512→256`."""
-        sinks = self.num_replicas * Cut.parse(self.sink).num_ranks
-        return f"{Cut.parse(self.source).num_ranks}→{sinks}"
+        return "→".join(str(Parallelism.parse(s).num_ranks) for s in (self.source, self.sink))
 
 
 CASES: Final = (
-    Case("llama-70b", "tp8 dp4", "tp8", 2, is_quick=True),
-    Case("llama-70b", "tp4 pp8", "tp8", 2),
-    Case("llama-70b", "tp2 pp16", "tp8", 2, is_quick=True),
-    Case("llama-70b", "tp8 pp4 dp4", "tp16", 1),  # Awex's own case
-    Case("llama-70b", "tp8 dp64", "tp8", 32),
-    Case("llama-70b", "tp8 pp8 dp8", "tp8", 32),
-    Case("llama-70b", "tp8 pp16 dp4", "tp8", 32),
-    Case("llama-70b", "tp8 dp512", "tp8", 512),
-    Case("llama-70b", "tp8 pp8 dp64", "tp8", 512),
-    Case("llama-70b", "tp8 pp16 dp32", "tp8", 512),
-    Case("deepseek-v3", "tp8 ep32 dp4", "tp16 ep16", 1),
-    Case("deepseek-v3", "tp4 pp8 ep4", "tp16 ep16", 1),
-    Case("deepseek-v3", "tp2 pp16 ep2", "tp16 ep16", 1, is_quick=True),
-    Case("deepseek-v3", "tp8 ep256 dp64", "tp16 ep16", 16),
-    Case("deepseek-v3", "tp8 pp8 ep32 dp8", "tp16 ep16", 16),
-    Case("deepseek-v3", "tp8 pp16 ep32 dp4", "tp16 ep16", 16),
-    Case("deepseek-v3", "tp8 ep256 dp512", "tp16 ep16", 128),
-    Case("deepseek-v3", "tp8 pp8 ep64 dp64", "tp16 ep16", 128),
-    Case("deepseek-v3", "tp8 pp16 ep64 dp32", "tp16 ep16", 128),
+    Case("llama-70b", "tp8 dp4", "tp8 replicas2", is_quick=True),
+    Case("llama-70b", "tp4 pp8", "tp8 replicas2"),
+    Case("llama-70b", "tp2 pp16", "tp8 replicas2", is_quick=True),
+    Case("llama-70b", "tp8 pp4 dp4", "tp16"),  # Awex's own case
+    Case("llama-70b", "tp8 dp64", "tp8 replicas32"),
+    Case("llama-70b", "tp8 pp8 dp8", "tp8 replicas32"),
+    Case("llama-70b", "tp8 pp16 dp4", "tp8 replicas32"),
+    Case("llama-70b", "tp8 dp512", "tp8 replicas512"),
+    Case("llama-70b", "tp8 pp8 dp64", "tp8 replicas512"),
+    Case("llama-70b", "tp8 pp16 dp32", "tp8 replicas512"),
+    Case("deepseek-v3", "tp8 ep32 dp4", "tp16 ep16"),
+    Case("deepseek-v3", "tp4 pp8 ep4", "tp16 ep16"),
+    Case("deepseek-v3", "tp2 pp16 ep2", "tp16 ep16", is_quick=True),
+    Case("deepseek-v3", "tp8 ep256 dp64", "tp16 ep16 replicas16"),
+    Case("deepseek-v3", "tp8 pp8 ep32 dp8", "tp16 ep16 replicas16"),
+    Case("deepseek-v3", "tp8 pp16 ep32 dp4", "tp16 ep16 replicas16"),
+    Case("deepseek-v3", "tp8 ep256 dp512", "tp16 ep16 replicas128"),
+    Case("deepseek-v3", "tp8 pp8 ep64 dp64", "tp16 ep16 replicas128"),
+    Case("deepseek-v3", "tp8 pp16 ep64 dp32", "tp16 ep16 replicas128"),
 )

@@ -20,7 +20,7 @@ import numpy as np
 from streamsync.bench import flow
 from streamsync.bench.cases import CASES, MODELS
 from streamsync.bench.cluster import Cluster, join_cluster
-from streamsync.bench.layouts import side
+from streamsync.bench.layouts import engine_side, trainer_side
 from streamsync.bench.plan_result import PlanResult, PlanRow
 from streamsync.bench.ranks import REPEATS, Planned, plan_sink, plan_source, quickest
 from streamsync.bench.result import commit, machine, versions
@@ -29,6 +29,8 @@ from streamsync.config import Config
 from streamsync.control.found import decode_found
 from streamsync.errors import ConfigError
 from streamsync.layout.outline import outline, outline_digest
+from streamsync.models.model import read_model
+from streamsync.models.parallelism import Parallelism
 from streamsync.plan.plan import Rules
 from streamsync.plan.question import question
 
@@ -125,15 +127,16 @@ def describe(row: PlanRow) -> str:
 
 def measure_case(case: Case) -> PlanRow:
     """One row."""
-    config = MODELS[case.model]
-    sources = side(config, case.source, is_sink=False)
-    sinks = side(config, case.sink, is_sink=True)
+    model = read_model(MODELS[case.model])
+    engines = Parallelism.parse(case.sink)
+    sources = trainer_side(model, Parallelism.parse(case.source))
+    sinks = engine_side(model, engines)
     outlines = [outline(layout) for layout in sources.layouts]
     joined = join_cluster(
         Cluster(
             sources=sources.numbers,
             sinks=sinks.numbers,
-            num_replicas=case.num_replicas,
+            num_replicas=engines.replicas,
             outlines=outlines,
             questions=[question(layout, Rules()) for layout in sinks.layouts],
         )
@@ -149,10 +152,10 @@ def measure_case(case: Case) -> PlanRow:
     return PlanRow(
         model=case.model,
         source=case.source,
-        sink=f"{case.num_replicas} x {case.sink}",
-        num_tensors=len({spec.name for layout in sinks.layouts for spec in layout.tensors}),
+        sink=case.sink,
+        num_tensors=len(model.tensors),
         source_ranks=len(sources.numbers),
-        sink_ranks=len(sinks.numbers) * case.num_replicas,
+        sink_ranks=engines.num_ranks,
         rank_seconds=max(rank.seconds for rank in planned),
         rank_cpu_seconds=max(rank.cpu_seconds for rank in planned),
         sink_rank_seconds=max(rank.seconds for rank in planned_sinks),
