@@ -16,11 +16,14 @@ Every rank plans for itself: what it assumes of the others is that they need as 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
+from itertools import accumulate
+from operator import add
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+    from collections.abc import Iterator, Mapping, Sequence, Set
 
 Slot = tuple[int, int]
 """A replica's index among all replicas, and their count."""
@@ -52,44 +55,45 @@ def divide(
     divided: dict[tuple[int, ...], list[Quota]] = {}
     for ranks in sorted(demand, key=lambda ranks: (len(ranks), ranks)):
         nbytes = demand[ranks]
-        poured = pour(ranks, nbytes, levels)
-        for rank, part in poured.items():
-            levels[rank] += part
-        line = [Quota(rank, poured[rank]) for rank in ranks]
-        quotas = _worthwhile(list(_part(line, nbytes, slot)), used.intersection(ranks), least)
-        used.update(quota.rank for quota in quotas)
-        divided[ranks] = quotas
+        loads = [levels[rank] for rank in ranks]
+        poured = pour(loads, nbytes)
+        levels.update(zip(ranks, map(add, loads, poured), strict=True))
+        quotas = list(_part(ranks, poured, slot))
+        divided[ranks] = _worthwhile(quotas, used.intersection(ranks), least)
+        used.update(quota.rank for quota in divided[ranks])
     return divided
 
 
-def pour(ranks: Iterable[int], nbytes: int, loads: Mapping[int, float]) -> dict[int, float]:
-    """`nbytes` poured over `ranks` that stand at `loads`: the lowest are filled up to one level."""
-    ordered = sorted(ranks, key=lambda rank: (loads.get(rank, 0.0), rank))
-    level, left, filled = 0.0, float(nbytes), 0
-    for filled, rank in enumerate(ordered):
-        load = loads.get(rank, 0.0)
+def pour(loads: Sequence[float], nbytes: float) -> list[float]:
+    """How much more each gets when `nbytes` are poured over `loads`: the lowest are filled up to
+    one level."""
+    if min(loads) == max(loads):
+        return [nbytes / len(loads)] * len(loads)
+    level, left, filled = 0.0, nbytes, 0
+    for filled, load in enumerate(sorted(loads)):
         if filled and (load - level) * filled >= left:
             break
         left -= (load - level) * filled
         level = load
     else:
-        filled = len(ordered)
+        filled = len(loads)
     level += left / filled
-    return {
-        rank: level - loads.get(rank, 0.0) if n < filled else 0.0 for n, rank in enumerate(ordered)
-    }
+    return [max(level - load, 0.0) for load in loads]
 
 
-def _part(line: Iterable[Quota], nbytes: int, slot: Slot) -> Iterator[Quota]:
-    """The part that `slot` takes of a line of quotas laid end to end, as much as all of it."""
+def _part(ranks: Sequence[int], poured: Sequence[float], slot: Slot) -> Iterator[Quota]:
+    """The part that `slot` takes of the ranks' line, in which each has the length of what was
+    poured on it; scaled up to as much as all of it."""
     index, count = slot
-    start, stop = index / count * nbytes, (index + 1) / count * nbytes
-    at = 0.0
-    for rank, part in line:
-        common = min(at + part, stop) - max(at, start)
-        at += part
+    ends = list(accumulate(poured))
+    start, stop = index / count * ends[-1], (index + 1) / count * ends[-1]
+    for n in range(bisect_right(ends, start), len(ends)):
+        begin = ends[n] - poured[n]
+        if begin >= stop:
+            break
+        common = min(ends[n], stop) - max(begin, start)
         if common > 0:
-            yield Quota(rank, common * count)
+            yield Quota(ranks[n], common * count)
 
 
 def _worthwhile(quotas: list[Quota], known: Set[int], least: float) -> list[Quota]:

@@ -24,10 +24,11 @@ def loads(demand: dict[tuple[int, ...], int], count: int, bucket_bytes: int = 1)
 
 
 def test_pouring_fills_the_lowest_first() -> None:
-    assert pour((0, 1, 2), 9, {}) == {0: 3, 1: 3, 2: 3}
-    assert pour((0, 1, 2), 6, {0: 10.0}) == {0: 0, 1: 3, 2: 3}
-    assert pour((0, 1, 2), 9, {0: 1.0, 1: 5.0}) == pytest.approx({0: 4, 1: 0, 2: 5})
-    assert pour((3, 1), 0, {}) == {3: 0, 1: 0}
+    assert pour([0, 0, 0], 9) == [3, 3, 3]
+    assert pour([10, 0, 0], 6) == [0, 3, 3]
+    assert pour([1, 5, 0], 9) == [4, 0, 5]
+    assert pour([2, 2], 0) == [0, 0]
+    assert pour([7], 3) == [3]
 
 
 def test_a_lone_sink_uses_all_copies_evenly() -> None:
