@@ -50,8 +50,17 @@ def explain(plan: Plan) -> str:
     lines.append("groups, in forward order:")
     lines += _list([f"{g}: {size(nbytes[g])} in {buckets[g]} buckets" for g in plan.groups])
     casts: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    made = [tensor.name for tensor in plan.tensors if tensor.conversion is not None]
+    if made:
+        lines.append(f"quantised at the source: {len(made)} tensors, scales counted")
+        lines += _list(made)
+    if plan.wide:
+        lines.append("quantised at the sink, as a cut of the sources goes through their blocks:")
+        lines += _list(
+            [f"{wide.values or wide.scales}, sent in {wide.dtype}" for wide in plan.wide]
+        )
     for tensor in plan.tensors:
-        if tensor.source_dtype != tensor.wire_dtype:
+        if tensor.source_dtype != tensor.wire_dtype and tensor.conversion is None:
             casts[tensor.source_dtype, tensor.wire_dtype].append(tensor.name)
     for (source, sink), names in sorted(casts.items()):
         lines.append(

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from streamsync.plan.conversion import FP8, WIDE_DTYPES
 from streamsync.plan.plan import SharedTensor
 from streamsync.plan.question import is_wanted, renamed
 from streamsync.plan.refusal import suggest_renames
 from streamsync.types import DTYPE_ITEMSIZES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Set
+    from collections.abc import Container, Iterable, Mapping, Set
 
     from streamsync.layout.outline import Record
     from streamsync.layout.region import Box, Layout, TensorSpec
+    from streamsync.plan.conversion import Role
     from streamsync.plan.holders import Holders
     from streamsync.plan.plan import Rules
     from streamsync.plan.refusal import Findings
@@ -148,11 +150,18 @@ class Sources:
         return list(self._holders.ties.items())
 
 
-def match(sink: Layout, holders: Holders, rules: Rules, findings: Findings) -> Matching:
+def match(
+    sink: Layout,
+    holders: Holders,
+    rules: Rules,
+    roles: Mapping[str, Role],
+    findings: Findings,
+) -> Matching:
     """Pairs every tensor that `sink` has entries of with a source tensor.
 
     A sink tensor without entries is held by another rank of the replica; listing it makes the
-    source's tensor a needed one. Findings: missing, extra, shape, dtype, disagree, subset.
+    source's tensor a needed one. What has one of `roles` may be made of a tensor that is quantised
+    on the way. Findings: missing, extra, shape, dtype, disagree, subset.
     """
     sources = Sources(holders, rules, findings)
     boxes: defaultdict[int, list[Box]] = defaultdict(list)
@@ -177,6 +186,24 @@ def match(sink: Layout, holders: Holders, rules: Rules, findings: Findings) -> M
             continue
         names = names_of.get(spec.name, [])
         held = _feeding(spec.name, names, sources, rules)
+        role = roles.get(spec.name)
+        if role is not None and (held is None or held.dtype != spec.dtype):
+            unmade = held
+            held = _feeding(role.values, names_of.get(role.values, []), sources, rules)
+            if held is not None and held.dtype in WIDE_DTYPES:
+                fed_by.add(held.source_name)
+                if _makes(spec, role, held, listed, findings):
+                    tensor = SharedTensor(
+                        spec.name,
+                        held.source_name,
+                        spec.shape,
+                        held.dtype,
+                        spec.dtype,
+                        role.conversion,
+                    )
+                    matches.append(Match(tensor, tuple(needed), held.holdings))
+                continue
+            held = unmade
         waiver = next((w for w in rules.waivers if fnmatchcase(spec.name, w.pattern)), None)
         if held is None:
             if waiver is None:
@@ -270,6 +297,9 @@ def _agrees(spec: TensorSpec, held: Held, rules: Rules, findings: Findings) -> b
         for rule in rules.casts
     ):
         return True
+    if spec.dtype == FP8 and held.dtype in WIDE_DTYPES:
+        findings.add("dtype", spec.name, text, advice='add QuantRule(pattern="...", scheme="...")')
+        return False
     findings.add(
         "dtype",
         spec.name,
@@ -278,6 +308,38 @@ def _agrees(spec: TensorSpec, held: Held, rules: Rules, findings: Findings) -> b
         "for the tensors that may lose precision",
     )
     return False
+
+
+def _makes(
+    spec: TensorSpec, role: Role, held: Held, listed: Container[str], findings: Findings
+) -> bool:
+    """Whether the tensor of that role can be made of `held`."""
+    ours = describe(spec.name, spec.shape, spec.dtype)
+    if role.scales not in listed:
+        text = (
+            f"{ours}: its rule puts the scales into {role.scales}, and there is no tensor called so"
+        )
+        findings.add("dtype", spec.name, text, advice=_QUANT_ADVICE)
+        return False
+    if held.shape != role.conversion.shape:
+        text = f"{ours} of {role.values}, {held.dtype}{list(held.shape)} at the sources"
+        findings.add(
+            "shape", spec.name, text, advice=_shape_advice(role.conversion.shape, held.shape)
+        )
+        return False
+    if spec.shape not in role.conversion.wire_shapes:
+        grids = " or ".join(str(list(shape)) for shape in role.conversion.wire_shapes)
+        text = f"{ours}, its rule makes it {grids}"
+        findings.add("shape", spec.name, text, advice=_QUANT_ADVICE)
+        return False
+    if role.conversion.part == "scales" and spec.dtype != "float32":
+        text = f"{ours}, scales are made in float32"
+        findings.add("dtype", spec.name, text, advice=_QUANT_ADVICE)
+        return False
+    return True
+
+
+_QUANT_ADVICE: Final = "compare scheme, block and scale of the QuantRule with the sink's own config"
 
 
 def _shape_advice(ours: tuple[int, ...], theirs: tuple[int, ...]) -> str:

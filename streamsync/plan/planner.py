@@ -56,8 +56,9 @@ def make_plan(
     is_sound = check_layout(sink, sink_layout, findings)
     if not check_holders(holders, findings) or not is_sound:
         findings.refuse(len(sink_layout.tensors))
-    matching = match(sink_layout, holders, rules, findings)
-    matches, wide = divide_blocks(matching.matches, roles(sink_layout.tensors, rules.quantise))
+    known = roles(sink_layout.tensors, rules.quantise)
+    matching = match(sink_layout, holders, rules, known, findings)
+    matches, wide = divide_blocks(matching.matches, known)
     coverage = Coverage(holders, findings)
     cells = [coverage.cells(match) for match in matches]
     findings.refuse(len(sink_layout.tensors) - len(matching.aliases))
