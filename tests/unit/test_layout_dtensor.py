@@ -251,7 +251,7 @@ def test_refusals_name_the_tensor() -> None:
         with pytest.raises(LayoutError, match=r"redistribute.*layer\.weight"):
             bind_tensors({"layer.weight": summed})
         short = DTensor.from_local(
-            counted(1, 2), mesh, [Shard(0)], run_check=False, shape=(4, 2), stride=(2, 1)
+            counted(1, 2), mesh, [Shard(0)], run_check=False, shape=torch.Size((4, 2)), stride=(2, 1)
         )
         with pytest.raises(LayoutError, match=r"its local shape is \(1, 2\).*layer\.weight"):
             bind_tensors({"layer.weight": short})
