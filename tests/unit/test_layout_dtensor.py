@@ -8,14 +8,14 @@ from __future__ import annotations
 import itertools
 import math
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import (
@@ -49,7 +49,7 @@ def as_rank(rank: int, mesh_shape: Sequence[int]) -> Iterator[DeviceMesh]:
         yield init_device_mesh("cpu", tuple(mesh_shape), mesh_dim_names=names)
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # what torch remembers holds the mesh, and so the rank
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # what torch remembers holds the mesh, and so the rank
 
 
 def counted(*shape: int) -> torch.Tensor:
@@ -154,12 +154,8 @@ def test_stacked_experts_over_experts_and_data() -> None:
             for name, tensor in whole.items():
                 local = distribute_tensor(tensor, mesh["b"], [Shard(0)], src_data_rank=None)
                 module.register_parameter(name, nn.Parameter(local, requires_grad=False))
-            same = module.same
-            fully_shard(
-                module,
-                mesh=mesh["a"],
-                shard_placement_fn=lambda p, same=same: Shard(0 if p is same else 1),
-            )
+            dims = {module.get_parameter("same"): Shard(0), module.get_parameter("other"): Shard(1)}
+            fully_shard(module, mesh=mesh["a"], shard_placement_fn=dims.get)
             paint(bind_module(module, side="source"), whole, count)
     assert all((number == 1).all() for number in count.values())
 
@@ -187,13 +183,13 @@ def test_fsdp2_shards_are_the_whole(offload: bool) -> None:
     whole = {name: tensor + 1 for name, tensor in Odd().named_parameters(remove_duplicate=False)}
     whole["counts"] = torch.arange(4)
     count = zeros_like(whole)
-    policy = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
+    policy = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
     for rank in range(3):
         with as_rank(rank, (3,)) as mesh:
             module = Odd()
             for layer in module.layers:
-                fully_shard(layer, mesh=mesh, **policy)
-            fully_shard(module, mesh=mesh, **policy)
+                fully_shard(layer, mesh=mesh, offload_policy=policy)
+            fully_shard(module, mesh=mesh, offload_policy=policy)
             binding = bind_module(module, side="source")
             with torch.no_grad():
                 for parameter in module.parameters():
@@ -206,7 +202,8 @@ def test_fsdp2_shards_are_the_whole(offload: bool) -> None:
             assert layout.ties == {"head.weight": "embed.weight", **aliases}
             paint(binding, whole, count)
             # An optimizer or an offload may swap a parameter's memory: same geometry, new address.
-            module.layers[1].weight._local_tensor = module.layers[1].weight.to_local().clone()
+            weight: Any = module.layers[1].weight
+            weight._local_tensor = weight.to_local().clone()
             module.scale = nn.Parameter(module.scale.detach().clone())
             assert binding.rebind()
             paint(binding, whole, {name: number.clone() for name, number in count.items()})
@@ -251,7 +248,12 @@ def test_refusals_name_the_tensor() -> None:
         with pytest.raises(LayoutError, match=r"redistribute.*layer\.weight"):
             bind_tensors({"layer.weight": summed})
         short = DTensor.from_local(
-            counted(1, 2), mesh, [Shard(0)], run_check=False, shape=torch.Size((4, 2)), stride=(2, 1)
+            counted(1, 2),
+            mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=torch.Size((4, 2)),
+            stride=(2, 1),
         )
         with pytest.raises(LayoutError, match=r"its local shape is \(1, 2\).*layer\.weight"):
             bind_tensors({"layer.weight": short})
