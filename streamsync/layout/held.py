@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from streamsync.errors import LayoutError
 from streamsync.layout.binding import Binding, dtype_name
-from streamsync.layout.dtensor import local_part
+from streamsync.layout.dtensor import local_parts, local_tensor
 from streamsync.layout.region import Box, Entry, Layout, TensorSpec, View
 from streamsync.types import DTYPE_ITEMSIZES
 
@@ -39,13 +39,14 @@ def hold(name: str, tensor: torch.Tensor, *, allow_meta: bool = False) -> Held:
     unless `allow_meta` says that only a plan will be made of it.
     """
     shape = tuple(tensor.shape)
-    if isinstance(tensor, DTensor):
-        box, local = local_part(name, tensor)
-    else:
-        box, local = Box.whole(shape), tensor.detach()
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
     _check(name, local, allow_meta=allow_meta)
-    spec = TensorSpec(name, shape, dtype_name(local.dtype))
-    return Held(spec, tensor, ((box, local),) if box.numel else ())
+    parts: tuple[tuple[Box, torch.Tensor], ...] = ()
+    if isinstance(tensor, DTensor):
+        parts = local_parts(name, tensor)
+    elif local.numel():
+        parts = ((Box.whole(shape), local),)
+    return Held(TensorSpec(name, shape, dtype_name(local.dtype)), tensor, parts)
 
 
 def _check(name: str, tensor: torch.Tensor, *, allow_meta: bool) -> None:

@@ -1,0 +1,223 @@
+"""Real FSDP2 models, sharded in many ways, synced to fused engines of other cuts, bit for bit."""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import ExitStack
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+import torch
+
+from streamsync import CastRule, Config, Hub, PlanError, Rules
+from streamsync.layout.region import TensorSpec
+from tests.fsdp.messages import Counted, Job
+from tests.fsdp.scenarios import NUM_RANKS, Scenario, hf_config
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from streamsync import Subscriber
+    from tests.fsdp.trainer import Trainer
+    from tests.tp_engine import TpEngine
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        any(find_spec(name) is None for name in ("transformers", "safetensors")),
+        reason="needs transformers and safetensors",
+    ),
+]
+
+SIZES = (1, 2, 3, 4, 8)
+STEPS = 3
+SECONDS = 120.0  # of each wait; the machine may be loaded
+
+
+def engines_of(
+    scenario: Scenario, specs: Mapping[str, TensorSpec], sizes: Sequence[int]
+) -> dict[str, list[TpEngine]]:
+    """Replicas by name: of every size; experts dealt out as well; embeddings untied as well."""
+    from tests.tp_engine import tp_engines
+
+    config = hf_config(scenario.model)
+    dtype = getattr(torch, scenario.engine_dtype)
+    if scenario.refused:
+        return {"tp1": tp_engines(config, specs, 1, dtype=dtype)}
+    if scenario.bucket_bytes:
+        return {f"{n} bytes": tp_engines(config, specs, 2) for n in scenario.bucket_bytes}
+    made = {f"tp{size}": tp_engines(config, specs, size, dtype=dtype) for size in sizes}
+    if scenario.model == "qwen3-moe":
+        made["ep3"] = tp_engines(config, specs, 3, dtype=dtype, expert_parallel=True)
+    if config.tie_word_embeddings:
+        head = TensorSpec("lm_head.weight", specs["model.embed_tokens.weight"].shape, "float32")
+        untied = {**specs, head.name: head}
+        made["untied"] = tp_engines(config, untied, 2, dtype=dtype, tied=False)
+    return made
+
+
+def rules_of(scenario: Scenario, replica: str) -> Rules:
+    casts = ()
+    if scenario.dtype != scenario.engine_dtype and not scenario.refused:
+        casts = (CastRule(source=scenario.dtype, sink=scenario.engine_dtype),)
+    ties = {"lm_head.weight": "model.embed_tokens.weight"} if replica == "untied" else {}
+    return Rules(casts=casts, ties=ties)
+
+
+def sync(
+    scenarios: list[Scenario],
+    folder: Path,
+    *,
+    sizes: Sequence[int] = SIZES,
+    num_ranks: int = NUM_RANKS,
+) -> None:
+    """Runs the job: three syncs each; every rank of every replica must hold the checkpoint."""
+    from tests.fsdp.trainer import Trainer
+
+    secret = secrets.token_hex(16)
+    with ExitStack() as stack:
+        hubs = [stack.enter_context(Hub(secret=secret)) for _ in scenarios]
+        specs = [specs_of(scenario) for scenario in scenarios]
+        replicas = [
+            engines_of(scenario, spec, sizes)
+            for scenario, spec in zip(scenarios, specs, strict=True)
+        ]
+        job = Job(
+            scenarios=scenarios,
+            hubs=[hub.address for hub in hubs],
+            num_replicas=[len(engines) for engines in replicas],
+            secret=secret,
+            steps=STEPS,
+            seconds=SECONDS,
+        )
+        trainer = stack.enter_context(Trainer(job, folder, num_ranks))
+        for scenario, hub, engines in zip(scenarios, hubs, replicas, strict=True):
+            with ExitStack() as running:
+                subscribers = subscribe(running, scenario, engines, hub.address, secret)
+                if scenario.refused:
+                    check_refused(scenario, engines, subscribers, trainer)
+                    continue
+                for subscriber in subscribers:
+                    subscriber.wait(STEPS, SECONDS)
+                counts = [
+                    msgspec.json.decode(
+                        trainer.file(f"{scenario.name}/{rank}.json", SECONDS).read_bytes(),
+                        type=list[Counted],
+                    )
+                    for rank in range(scenario.num_ranks)
+                ]
+            check(scenario, engines, counts, folder)
+        trainer.finish(SECONDS)
+
+
+def specs_of(scenario: Scenario) -> dict[str, TensorSpec]:
+    """The tensors of the checkpoint, read from a model without memory."""
+    from transformers import AutoModelForCausalLM
+
+    from streamsync.layout.transformers import checkpoint_specs
+
+    config = hf_config(scenario.model)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    token_map = TensorSpec("model.token_map", (config.vocab_size,), "int64")
+    return {spec.name: spec for spec in (*checkpoint_specs(model), token_map)}
+
+
+def subscribe(
+    running: ExitStack,
+    scenario: Scenario,
+    replicas: Mapping[str, list[TpEngine]],
+    hub: str,
+    secret: str,
+) -> list[Subscriber]:
+    from tests.tp_engine import replica
+
+    subscribers: list[Subscriber] = []
+    for (name, engines), nbytes in zip(
+        replicas.items(), scenario.bucket_bytes or [4096] * len(replicas), strict=True
+    ):
+        subscribers += running.enter_context(
+            replica(
+                engines,
+                hub=hub,
+                secret=secret,
+                name=name,
+                config=Config(
+                    transport=scenario.transport,  # type: ignore[arg-type]
+                    copy_threads=1,
+                    bucket_bytes=nbytes,
+                ),
+                rules=rules_of(scenario, name),
+            )
+        )
+    return subscribers
+
+
+def check(
+    scenario: Scenario,
+    replicas: Mapping[str, list[TpEngine]],
+    counts: list[list[Counted]],
+    folder: Path,
+) -> None:
+    from safetensors.torch import load_file
+
+    from tests.tp_engine import expected
+
+    needed = sum(e.binding().layout.nbytes for engines in replicas.values() for e in engines)
+    last: dict[str, torch.Tensor] = {}
+    for step in range(STEPS):
+        checkpoint = load_file(folder / scenario.name / f"{step}.safetensors")
+        assert checkpoint.keys() == specs_of(scenario).keys()
+        changed = [n for n, t in last.items() if not torch.equal(t, checkpoint[n])]
+        assert not last or len(changed) == len(last), "every tensor was to be trained"
+        last = checkpoint
+        for name, engines in replicas.items():
+            for rank, engine in enumerate(engines):
+                where = f"{scenario.name}, step {step}, {name}/{rank}"
+                wanted = expected(engine.model, checkpoint)
+                assert not any(t.isnan().any() for t in wanted.tensors().values())
+                differing = [n for n, b in wanted.bits().items() if engine.kept[step][n] != b]
+                assert not differing, f"{where}: {differing}"
+                if step == STEPS - 1:  # published once more, unchanged
+                    assert engine.kept[STEPS] == engine.kept[step], where
+        assert sum(count[step].wire_bytes for count in counts) == needed, scenario.name
+        assert sum(count[step].needed_bytes for count in counts) == needed, scenario.name
+
+
+def check_refused(
+    scenario: Scenario,
+    replicas: Mapping[str, list[TpEngine]],
+    subscribers: list[Subscriber],
+    trainer: Trainer,
+) -> None:
+    """Both sides say what does not fit, and no engine was written."""
+    for subscriber in subscribers:
+        with pytest.raises(PlanError, match=f"{scenario.dtype}.*CastRule"):
+            subscriber.wait(0, SECONDS)
+    for rank in range(scenario.num_ranks):
+        assert "CastRule" in trainer.file(f"{scenario.name}/{rank}.txt", SECONDS).read_text()
+    for engines in replicas.values():
+        for engine in engines:
+            poisoned = engine.model.twin()
+            poisoned.poison()
+            assert not engine.kept
+            assert engine.model.bits() == poisoned.bits()
+
+
+def test_resharding(tmp_path: Path) -> None:
+    """Cases 3, 4, 6, 12, 14, 16, 20, 21: 2, 3 and 4 ranks; tensor parallel shards cut again, copies
+    of shards, shards in host memory, experts dealt out; tied sources into tied and untied engines;
+    fp32 into bf16 by rule and refused without; an integer map; sinks begin as NaN."""
+    sync(
+        [
+            Scenario(model="qwen3", num_ranks=3),
+            Scenario(model="llama", tp=2),
+            Scenario(model="qwen2-tied", copies=2, offload=True, engine_dtype="bfloat16"),
+            Scenario(model="qwen3-moe", num_ranks=2),
+            Scenario(model="llama", num_ranks=2, engine_dtype="bfloat16", refused=True),
+        ],
+        tmp_path,
+    )
