@@ -62,7 +62,7 @@ class Egress:
     def __init__(self, layout: Layout, holders: Holders, bucket_bytes: int) -> None:
         findings = Findings("sink")
         coverage = Coverage(holders, findings)
-        matches = match_layouts(layout, holders, Rules(), findings).matches
+        matches = match_layouts(layout, holders, Rules(), {}, findings).matches
         cells = [coverage.cells(match) for match in matches]
         findings.refuse(len(layout.tensors))
         itemsizes = [match.tensor.wire.itemsize for match in matches]
