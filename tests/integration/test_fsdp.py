@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from contextlib import ExitStack
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -14,7 +14,7 @@ import torch
 from streamsync import CastRule, Config, Hub, PlanError, Rules
 from streamsync.layout.region import TensorSpec
 from tests.fsdp.messages import Counted, Job
-from tests.fsdp.scenarios import NUM_RANKS, Scenario, hf_config
+from tests.fsdp.scenarios import NUM_RANKS, Scenario
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,26 +37,33 @@ STEPS = 3
 SECONDS = 120.0  # of each wait; the machine may be loaded
 
 
-def engines_of(
-    scenario: Scenario, specs: Mapping[str, TensorSpec], sizes: Sequence[int]
-) -> dict[str, list[TpEngine]]:
-    """Replicas by name: of every size; experts dealt out as well; embeddings untied as well."""
-    from tests.tp_engine import tp_engines
-
-    config = hf_config(scenario.model)
+def replicas_of(scenario: Scenario, sizes: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """Replicas by name, with the options of their engines: of every size; with experts dealt out
+    where there are any; with an `lm_head` of their own where the source ties it."""
     dtype = getattr(torch, scenario.engine_dtype)
     if scenario.refused:
-        return {"tp1": tp_engines(config, specs, 1, dtype=dtype)}
+        return {"tp1": {"size": 1, "dtype": dtype}}
     if scenario.bucket_bytes:
-        return {f"{n} bytes": tp_engines(config, specs, 2) for n in scenario.bucket_bytes}
-    made = {f"tp{size}": tp_engines(config, specs, size, dtype=dtype) for size in sizes}
+        return {f"{n} bytes": {"size": 2, "dtype": dtype} for n in scenario.bucket_bytes}
+    made: dict[str, dict[str, Any]] = {f"tp{n}": {"size": n, "dtype": dtype} for n in sizes}
     if scenario.model == "qwen3-moe":
-        made["ep3"] = tp_engines(config, specs, 3, dtype=dtype, expert_parallel=True)
-    if config.tie_word_embeddings:
-        head = TensorSpec("lm_head.weight", specs["model.embed_tokens.weight"].shape, "float32")
-        untied = {**specs, head.name: head}
-        made["untied"] = tp_engines(config, untied, 2, dtype=dtype, tied=False)
+        made["ep3"] = {"size": 3, "dtype": dtype, "expert_parallel": True}
+    if scenario.is_tied:
+        made["untied"] = {"size": 2, "dtype": dtype, "tied": False}
     return made
+
+
+def engines_of(scenario: Scenario, sizes: Sequence[int]) -> dict[str, list[TpEngine]]:
+    from tests.tp_engine import tp_engines
+
+    specs = specs_of(scenario)
+    head = TensorSpec("lm_head.weight", specs["model.embed_tokens.weight"].shape, scenario.dtype)
+    return {
+        name: tp_engines(
+            scenario.config, {**specs, head.name: head} if name == "untied" else specs, **options
+        )
+        for name, options in replicas_of(scenario, sizes).items()
+    }
 
 
 def rules_of(scenario: Scenario, replica: str) -> Rules:
@@ -80,28 +87,22 @@ def sync(
     secret = secrets.token_hex(16)
     with ExitStack() as stack:
         hubs = [stack.enter_context(Hub(secret=secret)) for _ in scenarios]
-        specs = [specs_of(scenario) for scenario in scenarios]
-        replicas = [
-            engines_of(scenario, spec, sizes)
-            for scenario, spec in zip(scenarios, specs, strict=True)
-        ]
         job = Job(
             scenarios=scenarios,
             hubs=[hub.address for hub in hubs],
-            num_replicas=[len(engines) for engines in replicas],
+            num_replicas=[len(replicas_of(scenario, sizes)) for scenario in scenarios],
             secret=secret,
             steps=STEPS,
             seconds=SECONDS,
         )
         trainer = stack.enter_context(Trainer(job, folder, num_ranks))
-        for scenario, hub, engines in zip(scenarios, hubs, replicas, strict=True):
+        for scenario, hub in zip(scenarios, hubs, strict=True):
+            engines = engines_of(scenario, sizes)  # while the trainer starts
             with ExitStack() as running:
                 subscribers = subscribe(running, scenario, engines, hub.address, secret)
                 if scenario.refused:
                     check_refused(scenario, engines, subscribers, trainer)
                     continue
-                for subscriber in subscribers:
-                    subscriber.wait(STEPS, SECONDS)
                 counts = [
                     msgspec.json.decode(
                         trainer.file(f"{scenario.name}/{rank}.json", SECONDS).read_bytes(),
@@ -109,6 +110,8 @@ def sync(
                     )
                     for rank in range(scenario.num_ranks)
                 ]
+                for subscriber in subscribers:
+                    subscriber.wait(STEPS, SECONDS)
             check(scenario, engines, counts, folder)
         trainer.finish(SECONDS)
 
@@ -119,7 +122,7 @@ def specs_of(scenario: Scenario) -> dict[str, TensorSpec]:
 
     from streamsync.layout.transformers import checkpoint_specs
 
-    config = hf_config(scenario.model)
+    config = scenario.config
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     token_map = TensorSpec("model.token_map", (config.vocab_size,), "int64")
@@ -195,7 +198,7 @@ def check_refused(
 ) -> None:
     """Both sides say what does not fit, and no engine was written."""
     for subscriber in subscribers:
-        with pytest.raises(PlanError, match=f"{scenario.dtype}.*CastRule"):
+        with pytest.raises(PlanError, match=rf"(?s){scenario.dtype}.*CastRule"):
             subscriber.wait(0, SECONDS)
     for rank in range(scenario.num_ranks):
         assert "CastRule" in trainer.file(f"{scenario.name}/{rank}.txt", SECONDS).read_text()
