@@ -118,7 +118,8 @@ def fresh(scenario: Scenario) -> Any:
     torch.manual_seed(1)
     config = scenario.config
     config._experts_implementation = "eager"  # grouped matmul wants even dimensions
-    model = AutoModelForCausalLM.from_config(config).to(getattr(torch, scenario.dtype))
+    model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model.to(getattr(torch, scenario.dtype))
     model.model.register_buffer("token_map", torch.arange(config.vocab_size))
     return model
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 NUM_RANKS = 4
 """Ranks of the job; a scenario takes the first ones of them."""
 
-Model = Literal["llama", "llama-tied", "qwen2-tied", "qwen3", "qwen3-moe"]
+Model = Literal["llama", "llama-tied", "qwen2-tied", "qwen3", "qwen3-moe", "qwen3-micro"]
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 101,  # a prime: every cut of it needs padding
@@ -20,6 +20,15 @@ _SIZES: dict[str, Any] = {
     "head_dim": 6,
     "max_position_embeddings": 32,
     "token_map": True,
+}
+
+_MICRO: dict[str, Any] = {
+    "vocab_size": 17,
+    "hidden_size": 12,
+    "intermediate_size": 7,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 2,
 }
 
 
@@ -90,6 +99,8 @@ class Scenario:
                 return t.Qwen2Config(**sizes)
             case "qwen3":
                 return t.Qwen3Config(**sizes)
+            case "qwen3-micro":  # a thousand elements
+                return t.Qwen3Config(**sizes | _MICRO)
             case "qwen3-moe":
                 return t.Qwen3MoeConfig(
                     **sizes, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=19

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from streamsync import Subscriber
+    from tests.fsdp.scenarios import Model
     from tests.fsdp.trainer import Trainer
     from tests.tp_engine import TpEngine
 
@@ -39,7 +41,7 @@ SECONDS = 120.0  # of each wait; the machine may be loaded
 
 def replicas_of(scenario: Scenario, sizes: Sequence[int]) -> dict[str, dict[str, Any]]:
     """Replicas by name, with the options of their engines: of every size; with experts dealt out
-    where there are any; with an `lm_head` of their own where the source ties it."""
+    where there are any; with an `lm_head` of their own where the source ties it, or the reverse."""
     dtype = getattr(torch, scenario.engine_dtype)
     if scenario.refused:
         return {"tp1": {"size": 1, "dtype": dtype}}
@@ -50,6 +52,8 @@ def replicas_of(scenario: Scenario, sizes: Sequence[int]) -> dict[str, dict[str,
         made["ep3"] = {"size": 3, "dtype": dtype, "expert_parallel": True}
     if scenario.is_tied:
         made["untied"] = {"size": 2, "dtype": dtype, "tied": False}
+    elif scenario.model == "llama":
+        made["tied"] = {"size": 2, "dtype": dtype, "tied": True}
     return made
 
 
@@ -67,11 +71,12 @@ def engines_of(scenario: Scenario, sizes: Sequence[int]) -> dict[str, list[TpEng
 
 
 def rules_of(scenario: Scenario, replica: str) -> Rules:
-    casts = ()
+    casts: tuple[CastRule, ...] = ()
     if scenario.dtype != scenario.engine_dtype and not scenario.refused:
         casts = (CastRule(source=scenario.dtype, sink=scenario.engine_dtype),)
     ties = {"lm_head.weight": "model.embed_tokens.weight"} if replica == "untied" else {}
-    return Rules(casts=casts, ties=ties)
+    unused = ("lm_head.weight",) if replica == "tied" else ()
+    return Rules(casts=casts, ties=ties, unused=unused)
 
 
 def sync(
@@ -124,7 +129,7 @@ def specs_of(scenario: Scenario) -> dict[str, TensorSpec]:
 
     config = scenario.config
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     token_map = TensorSpec("model.token_map", (config.vocab_size,), "int64")
     return {spec.name: spec for spec in (*checkpoint_specs(model), token_map)}
 
@@ -220,7 +225,49 @@ def test_resharding(tmp_path: Path) -> None:
             Scenario(model="llama", tp=2),
             Scenario(model="qwen2-tied", copies=2, offload=True, engine_dtype="bfloat16"),
             Scenario(model="qwen3-moe", num_ranks=2),
+            Scenario(model="qwen3-micro", num_ranks=3, bucket_bytes=(1, 6, 100, 1 << 20)),
             Scenario(model="llama", num_ranks=2, engine_dtype="bfloat16", refused=True),
         ],
         tmp_path,
     )
+
+
+WIDE = [
+    Scenario(model="llama"),
+    Scenario(model="llama-tied", num_ranks=3),
+    Scenario(model="llama-tied", tp=2),
+    Scenario(model="llama", tp=2, forward=False),
+    Scenario(model="qwen3", tp=2, offload=True),
+    Scenario(model="qwen3", tp=4, forward=False),
+    Scenario(model="qwen2-tied", tp=2, copies=2),
+    Scenario(model="llama", tp=2, engine_dtype="bfloat16"),
+    Scenario(model="llama-tied", copies=2, engine_dtype="bfloat16"),
+    Scenario(model="qwen3", copies=4),
+    Scenario(model="qwen3", num_ranks=2, offload=True),
+    Scenario(model="qwen3", num_ranks=3, dtype="bfloat16", engine_dtype="bfloat16"),
+    Scenario(model="qwen3-moe"),
+    Scenario(model="qwen3-moe", num_ranks=3, engine_dtype="bfloat16"),
+    Scenario(model="qwen3-moe", copies=2, offload=True),
+    Scenario(model="qwen3-moe", ep=2, forward=False),
+    Scenario(model="qwen3-moe", ep=2, expert_dim=1, forward=False),
+    Scenario(model="qwen3-moe", ep=4, forward=False, engine_dtype="bfloat16"),
+    Scenario(model="qwen3-micro", tp=2, forward=False, bucket_bytes=(1, 2, 5, 64, 1 << 20)),
+    Scenario(model="qwen3-moe", num_ranks=2, engine_dtype="bfloat16", refused=True),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_every_mesh(tmp_path: Path, transport: str) -> None:
+    """Cases 3, 4, 6, 12, 14, 16, 20, 21 on every kind of mesh and both transports."""
+    sync([replace(scenario, transport=transport) for scenario in WIDE], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_jobs_of_fewer_ranks(tmp_path: Path, num_ranks: int) -> None:
+    """The whole job has as many ranks as the model."""
+    models: tuple[Model, ...] = ("llama", "qwen2-tied", "qwen3-moe")
+    scenarios = [Scenario(model=model, num_ranks=num_ranks) for model in models]
+    sync(scenarios, tmp_path, num_ranks=num_ranks)
