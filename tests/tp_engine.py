@@ -33,6 +33,7 @@ import msgspec
 import torch
 from torch import nn
 
+import streamsync.transports.shm  # noqa: F401 - else many loops wait for one import at once
 from streamsync import Subscriber
 from streamsync.layout.recorder import Recording, record_loader
 from tests.sync_rig import StillEngine, bits

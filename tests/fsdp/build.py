@@ -17,10 +17,10 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import AutoModelForCausalLM
 
-from tests.fsdp.scenarios import Scenario, hf_config
-
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.fsdp.scenarios import Scenario
 
 _TP_LAYER = {
     "self_attn.q_proj": ColwiseParallel(),
@@ -72,7 +72,7 @@ class Training:
         """A step of the optimizer; the integer map changes, too."""
         model: Any = self.model
         generator = torch.Generator().manual_seed(1000 * number + self._batch)
-        if self._scenario.has_forward:
+        if self._scenario.forward:
             ids = torch.randint(0, model.config.vocab_size, (2, 9), generator=generator)
             model(input_ids=ids, labels=ids).loss.backward()
         else:
@@ -116,9 +116,10 @@ class Training:
 def fresh(scenario: Scenario) -> Any:
     """The model on one rank, the same on all."""
     torch.manual_seed(1)
-    config = hf_config(scenario.model)
+    config = scenario.config
     config._experts_implementation = "eager"  # grouped matmul wants even dimensions
-    model = AutoModelForCausalLM.from_config(config).to(getattr(torch, scenario.dtype))
+    model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model.to(getattr(torch, scenario.dtype))
     model.model.register_buffer("token_map", torch.arange(config.vocab_size))
     return model
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 NUM_RANKS = 4
 """Ranks of the job; a scenario takes the first ones of them."""
 
-Model = Literal["llama", "llama-tied", "qwen2-tied", "qwen3", "qwen3-moe"]
+Model = Literal["llama", "llama-tied", "qwen2-tied", "qwen3", "qwen3-moe", "qwen3-micro"]
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 101,  # a prime: every cut of it needs padding
@@ -19,28 +19,17 @@ _SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,  # fewer than sink ranks
     "head_dim": 6,
     "max_position_embeddings": 32,
-    "tie_word_embeddings": False,
     "token_map": True,
 }
 
-
-def hf_config(model: Model) -> Any:
-    """The transformers config of a model."""
-    import transformers as t
-
-    match model:
-        case "llama":
-            return t.LlamaConfig(**_SIZES, attention_bias=True)
-        case "llama-tied":
-            return t.LlamaConfig(**{**_SIZES, "tie_word_embeddings": True})
-        case "qwen2-tied":
-            return t.Qwen2Config(**{**_SIZES, "tie_word_embeddings": True})
-        case "qwen3":
-            return t.Qwen3Config(**_SIZES)
-        case "qwen3-moe":
-            return t.Qwen3MoeConfig(
-                **_SIZES, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=19
-            )
+_MICRO: dict[str, Any] = {
+    "vocab_size": 17,
+    "hidden_size": 12,
+    "intermediate_size": 7,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 2,
+}
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -59,6 +48,8 @@ class Scenario:
     """The dim that FSDP2 cuts stacked experts on."""
     offload: bool = False
     """Shards wait in host memory (`CPUOffloadPolicy`)."""
+    forward: bool = True
+    """Whether it is trained for real; what torch can't run steps on made-up gradients."""
     dtype: str = "float32"
     engine_dtype: str = "float32"
     bucket_bytes: tuple[int, ...] = ()
@@ -77,6 +68,7 @@ class Scenario:
                 *([f"copies{self.copies}"] if self.copies > 1 else []),
                 *([f"tp{self.tp}"] if self.tp > 1 else []),
                 *([f"ep{self.ep}dim{self.expert_dim}"] if self.ep > 1 else []),
+                *([] if self.forward else ["still"]),
                 *(["offload"] if self.offload else []),
                 *([f"{self.dtype}-{self.engine_dtype}"] if self.dtype != self.engine_dtype else []),
                 *(["buckets"] if self.bucket_bytes else []),
@@ -86,7 +78,30 @@ class Scenario:
         )
 
     @property
-    def has_forward(self) -> bool:
-        """Whether it can be trained for real; dealt out experts would need a dispatcher, so their
-        optimizer steps on made-up gradients."""
-        return self.ep == 1
+    def is_tied(self) -> bool:
+        """Whether embedding and head are one tensor."""
+        return self.model.endswith("-tied")
+
+    @property
+    def config(self) -> Any:
+        """The transformers config of its model."""
+        import transformers as t
+
+        sizes = {**_SIZES, "tie_word_embeddings": self.is_tied}
+        if self.tp > 1 and self.forward:  # torch runs no unevenly cut layers; halves are odd
+            sizes |= {"vocab_size": 102, "intermediate_size": 54}
+        match self.model:
+            case "llama":
+                return t.LlamaConfig(**sizes, attention_bias=True)
+            case "llama-tied":
+                return t.LlamaConfig(**sizes)
+            case "qwen2-tied":
+                return t.Qwen2Config(**sizes)
+            case "qwen3":
+                return t.Qwen3Config(**sizes)
+            case "qwen3-micro":  # a thousand elements
+                return t.Qwen3Config(**sizes | _MICRO)
+            case "qwen3-moe":
+                return t.Qwen3MoeConfig(
+                    **sizes, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=19
+                )
