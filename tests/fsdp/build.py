@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 from transformers import AutoModelForCausalLM
@@ -26,6 +27,9 @@ _TP_LAYER = {
     "self_attn.q_proj": ColwiseParallel(),
     "self_attn.k_proj": ColwiseParallel(),
     "self_attn.v_proj": ColwiseParallel(),
+    # Each rank norms its own heads, so the gradients have to be summed over ranks.
+    "self_attn.q_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
+    "self_attn.k_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
     "self_attn.o_proj": RowwiseParallel(),
     "mlp.gate_proj": ColwiseParallel(),
     "mlp.up_proj": ColwiseParallel(),
@@ -126,13 +130,18 @@ def fresh(scenario: Scenario) -> Any:
 
 def _parallelize(model: Any, mesh: DeviceMesh) -> None:
     for layer in model.model.layers:
-        parallelize_module(layer, mesh, dict(_TP_LAYER))
+        plan = {name: style for name, style in _TP_LAYER.items() if has_module(layer, name)}
+        parallelize_module(layer, mesh, plan)
     if model.lm_head.weight is not model.model.embed_tokens.weight:
         ends = {
             "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
             "lm_head": ColwiseParallel(output_layouts=Replicate()),
         }
         parallelize_module(model, mesh, ends)
+
+
+def has_module(module: nn.Module, name: str) -> bool:
+    return any(name == known for known, _ in module.named_modules())
 
 
 def _deal_out_experts(model: Any, mesh: DeviceMesh) -> None:
