@@ -35,12 +35,13 @@ def question(sink_layout: Layout, rules: Rules) -> tuple[Record, ...]:
     def asked() -> Iterator[tuple[TensorSpec, tuple[Box, ...]]]:
         for number, needed in boxes.items():
             spec = layout.tensors[number]
-            if not is_wanted(spec.name, rules):
+            names = (spec.name, *aliases.get(spec.name, ()))
+            if rules.subset and not any(is_wanted(name, rules) for name in names):
                 continue
             ordered = tuple(needed)
             if len(needed) > 1:
                 ordered = tuple(sorted(set(needed), key=lambda box: (box.start, box.shape)))
-            for own in (spec.name, *aliases.get(spec.name, ())):
+            for own in names:
                 for name in source_names(own, rules):
                     yield TensorSpec(name, spec.shape, spec.dtype), ordered
 
