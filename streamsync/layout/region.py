@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-class Box(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Box(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """A rectangle of a global tensor: `start[d] <= index[d] < start[d] + shape[d]` for each dim d.
 
     A scalar's box has no dims and one element. A box with a zero in `shape` is empty and legal.
@@ -89,7 +89,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
 
 
-class View(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class View(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """Where a box lives in local storage: element (i, j, ...) of the box, counted from the box's
     own corner, is element `offset + i * strides[0] + j * strides[1] + ...` of storage number
     `storage` (all in elements of the tensor's local dtype). A stride of 0 (an expanded source) is

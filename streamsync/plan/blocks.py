@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from streamsync.plan.conversion import Conversion, Wide, wide_name
 from streamsync.plan.cover import without
-from streamsync.plan.match import Holding, Match
+from streamsync.plan.match import Match
 from streamsync.plan.plan import SharedTensor
+from streamsync.plan.sources import Holding
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

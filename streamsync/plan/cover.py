@@ -9,8 +9,9 @@ if TYPE_CHECKING:
 
     from streamsync.layout.region import Box
     from streamsync.plan.holders import Holders
-    from streamsync.plan.match import Holding, Match
+    from streamsync.plan.match import Match
     from streamsync.plan.refusal import Findings
+    from streamsync.plan.sources import Holding
 
 
 class Cell(NamedTuple):
@@ -56,6 +57,7 @@ class Coverage:
         clash = first_overlap(boxes)
         if clash is not None:
             text = f"{name}: {extent(clash, shape)} in two of its entries"
+            text += f"; the sink lists {_some([extent(box, shape) for box in boxes], 8)}"
             self._findings.add("overlap", name, text)
         cells: list[Cell] = []
         holes: list[Box] = []

@@ -5,39 +5,24 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from streamsync.plan.conversion import FP8, WIDE_DTYPES
 from streamsync.plan.plan import SharedTensor
 from streamsync.plan.question import is_wanted, renamed
-from streamsync.plan.refusal import suggest_renames
+from streamsync.plan.refusal import describe, suggest_renames
+from streamsync.plan.sources import Sources
 from streamsync.types import DTYPE_ITEMSIZES
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping, Set
+    from collections.abc import Container, Iterable, Mapping
 
-    from streamsync.layout.outline import Record
     from streamsync.layout.region import Box, Layout, TensorSpec
     from streamsync.plan.conversion import Role
     from streamsync.plan.holders import Holders
     from streamsync.plan.plan import Rules
     from streamsync.plan.refusal import Findings
-
-
-class Holding(NamedTuple):
-    """One box that all ranks of one class hold; `holders` is the class's number."""
-
-    box: Box
-    holders: int
-
-
-class Held(NamedTuple):
-    """A tensor as the sources together hold it. Tensors held alike have one `holdings` object."""
-
-    source_name: str
-    shape: tuple[int, ...]
-    dtype: str
-    holdings: tuple[Holding, ...]
+    from streamsync.plan.sources import Held, Holding
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,93 +46,6 @@ class Matching:
     aliases: dict[str, str]
     unused: tuple[str, ...]
     shadowed: dict[str, str]
-
-
-class Sources:
-    """What the sources list and hold, by the sink's names. Findings: disagree, layout."""
-
-    def __init__(self, holders: Holders, rules: Rules, findings: Findings) -> None:
-        self._holders = holders
-        self._listed: dict[str, Record] = {}
-        self._source_names: dict[str, str] = {}
-        self._held: dict[str, list[tuple[int, Record]]] = {}
-        self._alike: dict[tuple[int, ...], tuple[Holding, ...]] = {}
-        for number, holder in enumerate(holders.classes):
-            for record in holder.records:
-                item = (number, record)
-                for name in record.names():
-                    self._held.setdefault(name, []).append(item)
-        for record in holders.catalogue:
-            names = list(record.names())
-            if rules.renames or not self._listed.keys().isdisjoint(names):
-                for name in names:
-                    self._list(name, record, rules, findings)
-            else:
-                self._listed.update(dict.fromkeys(names, record))
-
-    def _list(self, name: str, record: Record, rules: Rules, findings: Findings) -> None:
-        sink_name = renamed(name, rules)
-        known = self._listed.get(sink_name)
-        if known is None:
-            self._listed[sink_name] = record
-            if sink_name != name:
-                self._source_names[sink_name] = name
-        elif self.source_name(sink_name) != name:
-            text = f"{sink_name}: two names of the sources are renamed to it, {name} is one"
-            findings.add("layout", sink_name, text)
-        else:
-            texts = [
-                self._at(describe(sink_name, r.shape, r.dtype), name, r) for r in (known, record)
-            ]
-            findings.add("disagree", sink_name, ", ".join(texts))
-
-    def _at(self, text: str, name: str, listed: Record) -> str:
-        for number, record in self._held.get(name, ()):
-            if (record.shape, record.dtype) == (listed.shape, listed.dtype):
-                rank = self._holders.classes[number].ranks[0]
-                return f"{text} at {self._holders.ranks[rank]}"
-        return text
-
-    def names(self) -> Set[str]:
-        """All listed tensors."""
-        return self._listed.keys()
-
-    def source_name(self, name: str) -> str:
-        """What the sources call the sink's `name`."""
-        return self._source_names.get(name, name)
-
-    def spec(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Global shape and dtype of a listed name."""
-        record = self._listed[name]
-        return record.shape, record.dtype
-
-    def find(self, name: str) -> Held | None:
-        """The tensor that the sink calls `name`, None if no source lists it."""
-        record = self._listed.get(name)
-        if record is None:
-            return None
-        source_name = self._source_names.get(name, name) if self._source_names else name
-        held = self._held.get(source_name, [])
-        key = tuple(map(id, held))
-        holdings = self._alike.get(key)
-        if holdings is None:
-            holdings = self._alike[key] = tuple(
-                dict.fromkeys(Holding(box, number) for number, own in held for box in own.boxes)
-            )
-        return Held(source_name, record.shape, record.dtype, holdings)
-
-    def find_tied(self, name: str, rules: Rules) -> Held | None:
-        """The tensor that a rule calls `name`, as the sink or as the source does."""
-        return self.find(name) or self.find(renamed(name, rules))
-
-    def is_one_memory(self, one: str, other: str) -> bool:
-        """Whether two source names are tied at the sources."""
-        ties = self._holders.ties
-        return ties.get(one, one) == ties.get(other, other)
-
-    def ties(self) -> list[tuple[str, str]]:
-        """(alias, name) of all ties of the sources, by source names."""
-        return list(self._holders.ties.items())
 
 
 def match(
@@ -181,10 +79,10 @@ def match(
         spec = sink.tensors[number]
         if spec.name in aliases:
             continue
-        if not is_wanted(spec.name, rules):
+        names = names_of.get(spec.name, [])
+        if rules.subset and not any(is_wanted(name, rules) for name in (spec.name, *names)):
             left[spec.name] = "outside of the declared subset"
             continue
-        names = names_of.get(spec.name, [])
         held = _feeding(spec.name, names, sources, rules)
         role = roles.get(spec.name)
         if role is not None and (held is None or held.dtype != spec.dtype):
@@ -225,19 +123,27 @@ def match(
         for pattern in rules.subset:
             findings.add("subset", pattern, pattern)
     unused = _spare(sources, listed, fed_by, rules, findings)
-    for source_prefix, sink_prefix, count in suggest_renames(
-        findings.tensors("missing"), findings.tensors("extra")
-    )[:3]:
+    _advise(sources, findings)
+    return Matching(matches, left, aliases, unused, shadowed)
+
+
+def _advise(sources: Sources, findings: Findings) -> None:
+    """Says what would help with missing tensors."""
+    missing = findings.tensors("missing")
+    for source_prefix, sink_prefix, count in suggest_renames(missing, findings.tensors("extra"))[
+        :3
+    ]:
         findings.add_advice(
             "missing",
             f'add Rename(source="{source_prefix}", sink="{sink_prefix}") (pairs {count} of them)',
         )
-    return Matching(matches, left, aliases, unused, shadowed)
-
-
-def describe(name: str, shape: tuple[int, ...], dtype: str) -> str:
-    """`model.norm.weight bfloat16[576]`."""
-    return f"{name} {dtype}{list(shape)}"
+    if any(sources.has_like(name) for name in missing):
+        findings.add_advice(
+            "missing",
+            "the sources number others of them: add the rank that is absent (its pipeline stage or "
+            "its experts), and switch off what copies or moves experts in the engine (EPLB), which "
+            "can't be followed yet",
+        )
 
 
 def _sink_aliases(sink: Layout, boxes: dict[int, list[Box]], findings: Findings) -> dict[str, str]:

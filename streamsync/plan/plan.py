@@ -12,7 +12,7 @@ from streamsync.plan.conversion import Conversion, QuantRule, Wide
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """One box on its way from one source to one sink.
 
     `tensor` indexes `Share.tensors`; `offset` is where the piece starts in its bucket, in bytes;
@@ -25,7 +25,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     offset: int
 
 
-class Bucket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Bucket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """The unit that travels: pieces of one group, packed without gaps, in one lease.
 
     `index` counts from 0 within the share, in sending order; `group` indexes `Share.groups`.

@@ -24,10 +24,10 @@ def question(sink_layout: Layout, rules: Rules) -> tuple[Record, ...]:
     tensor whose values it takes by `rules.ties`, and as the other names of the same memory.
     """
     layout = with_blocks(sink_layout, rules.quantise)
-    boxes: defaultdict[int, set[Box]] = defaultdict(set)
+    boxes: defaultdict[int, list[Box]] = defaultdict(list)
     for entry in layout.entries:
-        if entry.box.numel:
-            boxes[entry.tensor].add(entry.box)
+        if 0 not in entry.box.shape:
+            boxes[entry.tensor].append(entry.box)
     aliases: defaultdict[str, list[str]] = defaultdict(list)
     for alias, name in layout.ties.items():
         aliases[name].append(alias)
@@ -35,10 +35,13 @@ def question(sink_layout: Layout, rules: Rules) -> tuple[Record, ...]:
     def asked() -> Iterator[tuple[TensorSpec, tuple[Box, ...]]]:
         for number, needed in boxes.items():
             spec = layout.tensors[number]
-            if not is_wanted(spec.name, rules):
+            names = (spec.name, *aliases.get(spec.name, ()))
+            if rules.subset and not any(is_wanted(name, rules) for name in names):
                 continue
-            ordered = tuple(sorted(needed, key=lambda box: (box.start, box.shape)))
-            for own in (spec.name, *aliases[spec.name]):
+            ordered = tuple(needed)
+            if len(needed) > 1:
+                ordered = tuple(sorted(set(needed), key=lambda box: (box.start, box.shape)))
+            for own in names:
                 for name in source_names(own, rules):
                     yield TensorSpec(name, spec.shape, spec.dtype), ordered
 
@@ -47,6 +50,8 @@ def question(sink_layout: Layout, rules: Rules) -> tuple[Record, ...]:
 
 def source_names(name: str, rules: Rules) -> list[str]:
     """Every name by which a source may hold what the sink calls `name`."""
+    if not rules.renames and not rules.ties:
+        return [name]
     found = [name] if renamed(name, rules) == name else []
     tied = rules.ties.get(name)
     for own in (name,) if tied is None else (name, tied):

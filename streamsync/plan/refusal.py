@@ -110,6 +110,11 @@ class Findings:
         raise PlanError("\n".join(lines), rank=self.sink, tensor=self._items[kinds[0]][0][0])
 
 
+def describe(name: str, shape: tuple[int, ...], dtype: str) -> str:
+    """`model.norm.weight bfloat16[576]`."""
+    return f"{name} {dtype}{list(shape)}"
+
+
 def head(items: Sequence[str], limit: int = MAX_ITEMS) -> list[str]:
     """The first `limit` items and how many more there are."""
     if len(items) <= limit:

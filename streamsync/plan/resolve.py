@@ -43,17 +43,22 @@ class Places:
         Raises `PlanError` for a box that no single entry of the layout contains, and for a tensor
         of another shape or dtype.
         """
-        entries = [self._entries_of(tensor, share, at_source=at_source) for tensor in share.tensors]
-        conversions = [tensor.conversion if at_source else None for tensor in share.tensors]
+        ends = [
+            (
+                self._entries_of(tensor, share, at_source=at_source),
+                tensor.conversion if at_source else None,
+            )
+            for tensor in share.tensors
+        ]
         views: Views = []
         for bucket in share.buckets:
             found: list[View] = []
             for piece in bucket.pieces:
                 box = piece.box
-                conversion = conversions[piece.tensor]
+                entries, conversion = ends[piece.tensor]
                 if conversion is not None:
                     box = conversion.source_box(box)
-                view = _view(entries[piece.tensor], box)
+                view = _view(entries, box)
                 if view is None:
                     tensor = share.tensors[piece.tensor]
                     raise PlanError(

@@ -330,7 +330,7 @@ def test_nothing_is_left_of_dead_peers(hub: Hub) -> None:
             until(lambda: not trainer.publisher.transports(), SECONDS)
             time.sleep(0.3)
             counts.append(footprint())
-        assert counts[1] == counts[2]
+        assert all(after <= before for before, after in zip(counts[1], counts[2], strict=True))
         assert trainer.publisher._rank._pool.used_bytes == 0
         with pytest.raises(StreamsyncError, match="0 of 1 replicas"):
             trainer.publisher.wait_for_replicas(timeout=0.1)

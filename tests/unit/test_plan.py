@@ -262,6 +262,26 @@ def test_a_subset_is_covered_or_refused() -> None:
     assert "would move nothing" in text
 
 
+def test_a_subset_may_name_either_of_two_tied_tensors() -> None:
+    """Case 12, 13."""
+    sink = layout(SMALL, OTHER, ("a.w", (4,)), ties={HEAD: EMBED})
+    for name in (EMBED, HEAD):
+        done = plan(sink, layout(SMALL), rules=Rules(subset=(name,)))
+        assert done.needed_bytes == 48
+        assert list(done.left) == ["a.w"]
+
+
+def test_absent_experts_are_told_apart_from_unknown_names() -> None:
+    """Case 4: an engine with redundant experts (EPLB), or a trainer rank that is absent."""
+    names = [f"model.layers.0.mlp.experts.{e}.up_proj.weight" for e in range(6)]
+    sink = layout(*[(name, (4,)) for name in names])
+    text = refusal(sink, layout(*[(name, (4,)) for name in names[:4]]))
+    assert f"2 of 6 tensors needed by the sink, held by no source:\n  {names[4]}" in text
+    assert "the sources number others of them" in text
+    assert "EPLB" in text
+    assert "EPLB" not in refusal(layout(("a.w", (4,))), layout(("b.w", (4,))))
+
+
 def test_fp32_masters_need_a_cast_rule() -> None:
     """Case 16, and 15: a pattern keeps the router's bias out of it."""
     bias = "model.layers.0.gate.e_score_correction_bias"
@@ -323,7 +343,10 @@ def test_a_sink_that_asks_twice_is_refused() -> None:
     one = layout(("w", (8, 2)))
     more = Entry(0, Box((3, 0), (2, 2)), View(1, 0, (2, 1)))
     twice = Layout(tensors=one.tensors, entries=(*one.entries, more))
-    assert "w: rows 3:5 of 8 in two of its entries" in refusal(twice, one)
+    text = refusal(twice, one)
+    assert (
+        "w: rows 3:5 of 8 in two of its entries; the sink lists everything, rows 3:5 of 8" in text
+    )
     scalar = layout(("s", ()))
     assert "s: everything in two" in refusal(
         Layout(tensors=scalar.tensors, entries=scalar.entries * 2), scalar

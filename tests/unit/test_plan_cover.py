@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from streamsync.layout.region import Box
 from streamsync.plan.cover import extent, first_overlap, split, without
-from streamsync.plan.match import Holding
+from streamsync.plan.sources import Holding
 
 
 def held(holders: int, start: tuple[int, int], shape: tuple[int, int]) -> Holding:
