@@ -87,7 +87,7 @@ class Enrolment:
         self._question_digest = ""
         self._stamp = ""
         self._sought: Sought | None = None
-        self._planned_for: tuple[bytes, tuple[int, int]] | None = None
+        self._planned_for: bytes | None = None
         self.slot = (0, 0)
         self.plan: Plan | None = None
 
@@ -142,7 +142,9 @@ class Enrolment:
         if self._sought is None:
             raise ControlError("the hub sent nothing of the sources", peer="hub")
         self.slot = found.slot
-        planned_for = (self._sought.encoded_holders, found.slot)
+        # A slot that moved is no reason to plan: it levels the sources, and giving up sessions for
+        # it could meet a version that was just announced. It counts from the next plan on.
+        planned_for = self._sought.encoded_holders
         if self.plan is None or self._planned_for != planned_for:
             self._planned_for = None
             self.plan = await self._run(

@@ -89,7 +89,7 @@ def test_a_rank_that_needs_nothing_hears_of_versions() -> None:
 
 def test_replicas_that_come_are_balanced_and_every_version_is_whole() -> None:
     """Four copies of the source, replicas that come one by one: slots are dealt anew as they grow,
-    sinks plan again between versions, and no version is lost to that."""
+    which costs nobody a session, and no version is lost to that."""
     source = fresh(8)
     sinks: list[dict[str, torch.Tensor]] = []
     with LocalJob(CONFIG) as job:

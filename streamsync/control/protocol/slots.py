@@ -1,5 +1,7 @@
 """Each replica's slot: its place among all replicas, by which they spread over the sources. Pure.
 
+A sink takes the slot that it has when it plans; one that moves later counts from its next plan on.
+
 A slot is (index, count). Replicas that stand at equal distances ask different copies of the same
 box, and none is asked more than another. A changed slot can change a plan, so one replica that
 comes or goes must not move the others: slots are dealt anew only with a new source group, or when
