@@ -23,7 +23,7 @@ from operator import add
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence, Set
+    from collections.abc import Iterator, Mapping, Sequence
 
 Slot = tuple[int, int]
 """A replica's index among all replicas, and their count."""
@@ -96,14 +96,14 @@ def _part(ranks: Sequence[int], poured: Sequence[float], slot: Slot) -> Iterator
             yield Quota(ranks[n], common * count)
 
 
-def _worthwhile(quotas: list[Quota], known: Set[int], least: float) -> list[Quota]:
-    """`quotas` without those below `least` of ranks that are not `known`: the known ones take
-    theirs, or else the others, or some of those themselves."""
+def _worthwhile(quotas: list[Quota], known: set[int], least: float) -> list[Quota]:
+    """`quotas` without those below `least` of ranks that are not `known`: the known ranks and those
+    that remain take theirs, or, where there are none, some of these themselves."""
     kept = {rank: part for rank, part in quotas if part >= least or rank in known}
     small = [quota for quota in quotas if quota.rank not in kept]
     rest = sum(quota.nbytes for quota in small)
     if small:
-        takers = sorted(known) or list(kept) or _spaced(small, max(1, int(rest / least)))
+        takers = sorted(known.union(kept)) or _spaced(small, max(1, int(rest / least)))
         for rank in takers:
             kept[rank] = kept.get(rank, 0.0) + rest / len(takers)
     return [Quota(rank, kept[rank]) for rank in sorted(kept)]

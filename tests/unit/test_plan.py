@@ -11,7 +11,7 @@ import pytest
 from streamsync.errors import LayoutError, PlanError
 from streamsync.layout.outline import Record
 from streamsync.layout.region import Box, Entry, Layout, TensorSpec, View, contiguous_strides
-from streamsync.plan.check import check_source
+from streamsync.plan.check import check_share, check_source
 from streamsync.plan.explain import explain
 from streamsync.plan.holders import HolderClass, Holders, holders_of
 from streamsync.plan.plan import CastRule, Plan, Rename, Rules, Waiver
@@ -300,6 +300,18 @@ def test_fp32_masters_need_a_cast_rule() -> None:
     assert done.needed_bytes == 8 + 16
 
 
+def test_tensors_that_are_cut_alike_may_differ_in_dtype() -> None:
+    """One record at the source, cast for one layer only."""
+    names = [f"layers.{i}.w" for i in range(2)]
+    source = layout(*[(name, (16,), "float32") for name in names])
+    sink = layout((names[0], (16,)), (names[1], (16,), "float32"))
+    rules = Rules(casts=(CastRule(source="float32", sink="bfloat16"),))
+    done = plan(sink, source, rules=rules, bucket_bytes=16)
+    (share,) = done.shares
+    check_share(share)
+    assert [bucket.nbytes for bucket in share.buckets] == [16] * 6
+
+
 def test_integers_keep_their_dtype() -> None:
     """Case 20: a rule for floats says nothing of an index map."""
     rules = Rules(casts=(CastRule(source="float32", sink="bfloat16"),))
@@ -347,6 +359,10 @@ def test_a_sink_that_asks_twice_is_refused() -> None:
     assert (
         "w: rows 3:5 of 8 in two of its entries; the sink lists everything, rows 3:5 of 8" in text
     )
+    alike = [(f"layers.{i}.w", (8,)) for i in range(3)]
+    doubled = layout(*alike)
+    doubled = Layout(tensors=doubled.tensors, entries=doubled.entries * 2)
+    assert "3 tensors asked for twice" in refusal(doubled, layout(*alike))
     scalar = layout(("s", ()))
     assert "s: everything in two" in refusal(
         Layout(tensors=scalar.tensors, entries=scalar.entries * 2), scalar

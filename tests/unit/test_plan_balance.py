@@ -64,6 +64,23 @@ def test_what_is_next_to_nothing_comes_from_a_rank_in_use() -> None:
     assert divided[tuple(range(64))] == [Quota(3, pytest.approx(8192))]
 
 
+def test_a_sliver_is_left_to_the_others() -> None:
+    """The last of three replicas would take 15 bytes from rank 5, which it does not use yet."""
+    demand = {(2,): 10_000, (1, 5, 9): 14_970, (2, 3, 5): 5_000}
+    divided = divide(demand, (2, 3), 1)
+    assert divided[1, 5, 9] == [Quota(9, pytest.approx(14_970))]
+    assert divided[2, 3, 5] == [Quota(2, pytest.approx(7.5)), Quota(3, pytest.approx(4992.5))]
+
+
+def test_a_lone_sink_does_not_talk_to_hundreds_of_copies() -> None:
+    ranks = tuple(range(1000))
+    (quotas,) = divide({ranks: 1_000_000}, (0, 1), 1).values()
+    assert len(quotas) == 256
+    assert quotas[0].rank < 4
+    assert quotas[-1].rank > 995
+    assert sum(quota.nbytes for quota in quotas) == pytest.approx(1_000_000)
+
+
 def test_items_are_spread_in_proportion_and_from_the_start() -> None:
     spread = Spread([Quota(8, 300.0), Quota(9, 100.0)])
     given = [spread.deal(10) for _ in range(40)]
