@@ -130,7 +130,7 @@ def fresh(scenario: Scenario) -> Any:
 
 def _parallelize(model: Any, mesh: DeviceMesh) -> None:
     for layer in model.model.layers:
-        plan = {name: style for name, style in _TP_LAYER.items() if has_module(layer, name)}
+        plan = {name: style for name, style in _TP_LAYER.items() if _has_module(layer, name)}
         parallelize_module(layer, mesh, plan)
     if model.lm_head.weight is not model.model.embed_tokens.weight:
         ends = {
@@ -140,7 +140,7 @@ def _parallelize(model: Any, mesh: DeviceMesh) -> None:
         parallelize_module(model, mesh, ends)
 
 
-def has_module(module: nn.Module, name: str) -> bool:
+def _has_module(module: nn.Module, name: str) -> bool:
     return any(name == known for known, _ in module.named_modules())
 
 
