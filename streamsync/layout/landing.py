@@ -30,7 +30,8 @@ class Landing:
 
     `names` are those tensors, as the layout calls them: a sync brings all of them or none.
     `staging` is host memory that the landing owns, allocated once. `parameters` are the tensors
-    that `work` writes, by the names of `module`; their addresses stay.
+    that `work` writes, by the names of `module`; their addresses stay. `makes` are tensors of the
+    layout that it writes in place of the sources, for landings after it.
     """
 
     names: tuple[str, ...]
@@ -38,6 +39,7 @@ class Landing:
     module: nn.Module
     parameters: tuple[str, ...]
     work: Callable[[], object]
+    makes: tuple[str, ...] = ()
 
     @property
     def targets(self) -> list[torch.Tensor]:

@@ -24,8 +24,9 @@ class Landings:
         self._awaited: list[tuple[Landing, set[str]]] = []
         self._undone: dict[str, int] = {}
         self._closed: list[str] = []
+        made: set[str] = set()
         for landing in landings:
-            missing = [name for name in landing.names if name not in delivered]
+            missing = [n for n in landing.names if n not in delivered and n not in made]
             if len(missing) == len(landing.names):
                 continue  # none of its business
             if missing:
@@ -35,6 +36,7 @@ class Landings:
                     tensor=missing[0],
                 )
             self._awaited.append((landing, set(landing.groups)))
+            made.update(landing.makes)
             for group in landing.groups:
                 self._undone[group] = self._undone.get(group, 0) + 1
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 from torch import nn
 
 from streamsync.layout.binding import Binding, torch_dtype
+from streamsync.layout.group import group_of
 from streamsync.layout.landing import Landing
-from streamsync.layout.region import Entry, Layout, TensorSpec, View, contiguous_strides
+from streamsync.layout.region import Entry, TensorSpec, View, contiguous_strides
 from streamsync.plan.conversion import Conversion
 from streamsync.stages.compute import Origin
 from streamsync.stages.quantise import Quantiser
@@ -39,7 +41,7 @@ def stage_wide(plan: Plan, binding: Binding) -> Binding:
     specs: list[TensorSpec] = []
     entries: list[Entry] = []
     staging: list[torch.Tensor] = []
-    landings: list[Landing] = []
+    parts: dict[str, list[_Part]] = {}
     for wide in plan.wide:
         origins: list[Origin] = []
         for box in wide.boxes:
@@ -51,21 +53,18 @@ def stage_wide(plan: Plan, binding: Binding) -> Binding:
         specs.append(TensorSpec(wide.name, wide.shape, wide.dtype))
         values = Conversion("values", wide.shape, wide.block)
         scales = Conversion("scales", wide.shape, wide.block)
-        landing = _landing(
+        part = _Part(
             wide,
             origins,
             _Targets(binding, values, entries_of.get(wide.values, [])),
             _Targets(binding, scales, entries_of.get(wide.scales, [])),
         )
-        landings.append(landing)
+        parts.setdefault(group_of(wide.name), []).append(part)
+    tensors, places = (*layout.tensors, *specs), (*layout.entries, *entries)
     return Binding(
-        layout=Layout(
-            tensors=(*layout.tensors, *specs),
-            entries=(*layout.entries, *entries),
-            ties=layout.ties,
-        ),
+        layout=msgspec.structs.replace(layout, tensors=tensors, entries=places),
         storages=(*binding.storages, *staging),
-        landings=(*landings, *binding.landings),
+        landings=(*map(_landing, parts.values()), *binding.landings),
     )
 
 
@@ -93,22 +92,39 @@ class _Targets:
                 yield tuple(begin), live
 
 
-def _landing(wide: Wide, origins: list[Origin], values: _Targets, scales: _Targets) -> Landing:
-    def work() -> None:
-        for origin in origins:
-            blocks = values.conversion.blocks(origin.box)
-            Quantiser(origin.box.shape, wide.block).run(
+@dataclass(slots=True, frozen=True)
+class _Part:
+    """One wide tensor: its boxes in staging, and where they go."""
+
+    wide: Wide
+    origins: list[Origin]
+    values: _Targets
+    scales: _Targets
+
+    def quantise(self) -> None:
+        for origin in self.origins:
+            blocks = self.values.conversion.blocks(origin.box)
+            Quantiser(origin.box.shape, self.wide.block).run(
                 origin.read,
                 origin.live.device,
-                values=values.within(blocks),
-                scales=scales.within(blocks),
+                values=self.values.within(blocks),
+                scales=self.scales.within(blocks),
             )
+
+
+def _landing(parts: list[_Part]) -> Landing:
+    """The one landing of a group's wide tensors, so that it is over before another one begins."""
+
+    def work() -> None:
+        for part in parts:
+            part.quantise()
 
     # What it writes are tensors of the binding, not parameters of a module.
     return Landing(
-        names=(wide.name,),
-        staging=tuple(origin.live for origin in origins),
+        names=tuple(part.wide.name for part in parts),
+        staging=tuple(origin.live for part in parts for origin in part.origins),
         module=nn.Module(),
         parameters=(),
         work=work,
+        makes=tuple(n for part in parts for n in (part.wide.values, part.wide.scales) if n),
     )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch import nn
 
 from streamsync.config import Config
 from streamsync.errors import PlanError
+from streamsync.layout.landing import Landing
 from streamsync.layout.region import Box
 from streamsync.plan.conversion import QuantRule
 from streamsync.plan.explain import explain
@@ -16,7 +19,7 @@ from streamsync.plan.plan import CastRule, Rules
 from streamsync.testing.job import LocalJob
 from tests.fp8_reference import reference
 from tests.shards import Rank, slices
-from tests.sync_rig import StillEngine
+from tests.sync_rig import StillEngine, bits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -138,6 +141,45 @@ def test_block_scales_from_any_shards_to_any(cut: str, dtype: torch.dtype) -> No
         told = "\n".join(map(explain, plans))
         assert ("quantised at the sink" in told) == wide
         assert ("quantised at the source" in told) == (cut != "nothing whole")
+
+
+@pytest.mark.parametrize("cut", ["rows at blocks", "nothing whole"])
+def test_an_engine_that_repacks_its_fp8_weights(cut: str) -> None:
+    """Case 19: it repacks the weights of each version, whoever quantised them."""
+    trainers = sources(CUTS[cut], torch.bfloat16)
+    engine = Rank()
+    packed: dict[str, torch.Tensor] = {}
+    landings = []
+    for name, shape in WIDE.items():
+        grid = tuple(-(-n // 128) for n in shape)
+        engine.add(name, shape, torch.float8_e4m3fn, [Box.whole(shape)])
+        engine.add(f"{name}_scale_inv", grid, torch.float32, [Box.whole(grid)])
+        ((_, staged),) = engine.parts[name]
+        live = packed[name] = torch.zeros(shape[::-1], dtype=torch.float8_e4m3fn)
+        landing = Landing(
+            names=(name, f"{name}_scale_inv"),
+            staging=(staged,),
+            module=nn.Module(),
+            parameters=(),
+            work=partial(live.copy_, staged.t()),
+        )
+        landings.append(landing)
+    for name, shape in PLAIN.items():
+        engine.add(name, shape, torch.float32, [Box.whole(shape)])
+    binding = engine.binding()
+    binding.landings = tuple(landings)
+    with LocalJob(Config(transport="memory")) as job:
+        job.add_sources([rank.binding() for rank in trainers])
+        job.add_replica([StillEngine(binding)], rules=FP8)
+        job.wait_for_replicas()
+        for step in range(3):
+            tensors = model(step, torch.bfloat16)
+            for rank in trainers:
+                rank.fill(tensors)
+            job.sync(step)
+            wanted = quantised(tensors)
+            assert engine.wrong(wanted) == []
+            assert [n for n, live in packed.items() if bits(live.t()) != bits(wanted[n])] == []
 
 
 @pytest.mark.parametrize("dims", [1, 2])

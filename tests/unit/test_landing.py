@@ -270,8 +270,10 @@ def test_gates_guard_what_a_landing_writes() -> None:
 # ---- when they are due
 
 
-def landing(*names: str) -> Landing:
-    return Landing(names=names, staging=(), module=nn.Module(), parameters=(), work=list)
+def landing(*names: str, makes: tuple[str, ...] = ()) -> Landing:
+    return Landing(
+        names=names, staging=(), module=nn.Module(), parameters=(), work=list, makes=makes
+    )
 
 
 def test_a_landing_waits_for_its_groups_and_gates_for_it() -> None:
@@ -295,3 +297,13 @@ def test_a_sync_brings_all_of_a_landings_tensors_or_none() -> None:
     assert Landings([both], {"norm.w"}).landed("layers.0") == []
     with pytest.raises(PlanError, match=r"leaves out layers\.1\.y"):
         Landings([both], {"layers.0.x"})
+
+
+def test_a_landing_gets_what_one_before_it_makes() -> None:
+    """What the sink quantises itself never travels under its own name."""
+    made = landing("layers.0.w@wide", makes=("layers.0.w",))
+    both = landing("layers.0.w", "layers.0.w_scale_inv")
+    delivered = {"layers.0.w@wide", "layers.0.w_scale_inv"}
+    assert Landings([made, both], delivered).landed("layers.0") == [made, both]
+    with pytest.raises(PlanError, match=r"leaves out layers\.0\.w"):
+        Landings([landing("layers.0.w@wide"), both], delivered)

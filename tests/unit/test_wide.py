@@ -78,3 +78,21 @@ def test_rows_with_a_scale_each(grid: tuple[int, ...]) -> None:
 def test_nothing_wide_changes_nothing() -> None:
     binding, _, _ = sink([Box((0, 0), SHAPE)], [], (3, 3))
     assert stage_wide(plan_of(), binding) is binding
+
+
+def test_a_group_has_one_landing_that_says_what_it_makes() -> None:
+    wides = [
+        Wide(wide_name(values), values, scales, "bfloat16", (4, 4), (2, 2), ())
+        for values, scales in (
+            ("layers.0.up", "layers.0.up_scale_inv"),
+            ("layers.1.up", ""),
+            ("layers.0.down", ""),
+        )
+    ]
+    binding, _, _ = sink([Box((0, 0), SHAPE)], [], (3, 3))
+    landings = stage_wide(plan_of(*wides), binding).landings
+    assert [landing.groups for landing in landings] == [{"layers.0"}, {"layers.1"}]
+    assert [landing.makes for landing in landings] == [
+        ("layers.0.up", "layers.0.up_scale_inv", "layers.0.down"),
+        ("layers.1.up",),
+    ]
