@@ -17,7 +17,6 @@ from streamsync.errors import ControlError
 from streamsync.layout.outline import (
     Outline,
     Record,
-    by_pattern,
     common_numbers,
     outline_digest,
 )
@@ -141,7 +140,9 @@ class Directory:
         """
         if self._common is None:
             self._common = self._make_common()
-        asked = by_pattern((record, None) for record in question)
+        asked: dict[str, list[Record]] = {}
+        for need in question:
+            asked.setdefault(need.pattern, []).append(need)
         cut: dict[int, list[Record]] = {}
         equal: dict[Record, Record] = {}
         classes: dict[tuple[int, ...], tuple[list[str], list[Record]]] = {}
@@ -152,7 +153,7 @@ class Directory:
                     continue
                 part = cut.get(id(record))
                 if part is None:
-                    found = _overlapping([need for need, _ in asked[record.pattern]], record)
+                    found = _overlapping(asked[record.pattern], record)
                     part = cut[id(record)] = [equal.setdefault(p, p) for p in found]
                 held += part
             if held:

@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import hashlib
 from itertools import product
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from streamsync.layout.region import Box, Layout, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
 
 Ranges = tuple[tuple[int, int], ...]
 """A set of numbers: half-open ranges, ascending and apart."""
 
 Numbers = tuple[Ranges, ...]
 """A set of number tuples: the product of one set per place of a pattern."""
-
-T = TypeVar("T")
 
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 
@@ -152,14 +150,6 @@ def common_numbers(a: Numbers, b: Numbers) -> Numbers | None:
             return None
         common.append(ranges)
     return tuple(common)
-
-
-def by_pattern(items: Iterable[tuple[Record, T]]) -> Mapping[str, list[tuple[Record, T]]]:
-    """`items` in lists by their records' patterns, for look-ups."""
-    found: dict[str, list[tuple[Record, T]]] = {}
-    for item in items:
-        found.setdefault(item[0].pattern, []).append(item)
-    return found
 
 
 def _ranges(numbers: Iterable[int]) -> Ranges:

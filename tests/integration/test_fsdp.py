@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from streamsync import Subscriber
     from tests.fsdp.scenarios import Model
-    from tests.fsdp.trainer import Trainer
+    from tests.torchrun import Trainer
     from tests.tp_engine import TpEngine
 
 pytestmark = [
@@ -87,7 +87,7 @@ def sync(
     num_ranks: int = NUM_RANKS,
 ) -> None:
     """Runs the job: three syncs each; every rank of every replica must hold the checkpoint."""
-    from tests.fsdp.trainer import Trainer
+    from tests.torchrun import Trainer
 
     secret = secrets.token_hex(16)
     with ExitStack() as stack:
@@ -100,7 +100,7 @@ def sync(
             steps=STEPS,
             seconds=SECONDS,
         )
-        trainer = stack.enter_context(Trainer(job, folder, num_ranks))
+        trainer = stack.enter_context(Trainer("tests.fsdp.job", job, folder, num_ranks))
         for scenario, hub in zip(scenarios, hubs, strict=True):
             engines = engines_of(scenario, sizes)  # while the trainer starts
             with ExitStack() as running:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from streamsync.config import TransportName
     from tests.megatron.sinks import Replicas
-    from tests.megatron.trainer import Trainer
+    from tests.torchrun import Trainer
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -32,6 +32,10 @@ pytestmark = [
 SIZES = (1, 2, 3, 4, 8)
 STEPS = 3
 BF16 = Rules(casts=(CastRule(source="float32", sink="bfloat16"),))
+ENVIRONMENT = {
+    "PYTHONWARNINGS": "ignore",  # Megatron misses TransformerEngine and Apex, many times
+    "TORCHDYNAMO_DISABLE": "1",  # Megatron compiles activations; that takes longer than all
+}
 SECONDS = 120.0  # of each wait; the machine may be loaded
 
 
@@ -40,7 +44,7 @@ def sync(scenarios: list[Scenario], folder: Path, *, transport: TransportName = 
     from safetensors.torch import load_file
 
     from tests.megatron.sinks import Replicas, replicas_of
-    from tests.megatron.trainer import Trainer
+    from tests.torchrun import Trainer
 
     secret = secrets.token_hex(16)
     config = Config(transport=transport, copy_threads=1)
@@ -55,7 +59,9 @@ def sync(scenarios: list[Scenario], folder: Path, *, transport: TransportName = 
             seconds=SECONDS,
             transport=transport,
         )
-        trainer = stack.enter_context(Trainer(job, folder))
+        trainer = stack.enter_context(
+            Trainer("tests.megatron.job", job, folder, NUM_RANKS, ENVIRONMENT)
+        )
         for scenario, hub in zip(scenarios, hubs, strict=True):
             name = scenario.name
             first = trainer.file(f"{name}/0.safetensors", SECONDS)

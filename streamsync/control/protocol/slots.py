@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-Slot = tuple[int, int]
+if TYPE_CHECKING:
+    from streamsync.plan.balance import Slot
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The processes of a Megatron job, started with torchrun and ended in any case."""
+"""The processes of a real trainer, started with torchrun and ended in any case."""
 
 from __future__ import annotations
 
@@ -13,39 +13,41 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 import psutil
 
-from tests.megatron.scenarios import NUM_RANKS
-
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import TracebackType
 
-    from tests.megatron.messages import Job
-
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 class Trainer:
-    """A context manager: the ranks run while it is open, and leave no process behind."""
+    """A context manager: `num_ranks` processes run `module` while it is open, and leave none
+    behind. Each is given `folder`, where `job` lies as job.json; `environment` is added to this
+    process's own."""
 
-    def __init__(self, job: Job, folder: Path) -> None:
+    def __init__(
+        self,
+        module: str,
+        job: msgspec.Struct,
+        folder: Path,
+        num_ranks: int,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.folder = folder
+        self._module, self._num_ranks = module, num_ranks
+        self._environment = environment or {}
         self._log = folder / "trainer.log"
         (folder / "job.json").write_bytes(msgspec.json.encode(job))
 
     def __enter__(self) -> Self:
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-            "PYTHONWARNINGS": "ignore",  # Megatron misses TransformerEngine and Apex, many times
-            "TORCHDYNAMO_DISABLE": "1",  # Megatron compiles activations; that takes longer than all
-        }
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(NUM_RANKS), "-m", "tests.megatron.job"]
+        command += ["--nproc-per-node", str(self._num_ranks), "-m", self._module]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [*command, str(self.folder)],
                 cwd=ROOT,
-                env=environment,
+                env=environment | dict(self._environment),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
